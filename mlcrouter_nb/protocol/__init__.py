@@ -1,0 +1,1 @@
+"""What travels between programs: OpenAI and MicroServing types, server-sent events, errors."""
