@@ -1,0 +1,1 @@
+"""Model files: names and fetching, GGUF metadata, tokenizer, chat template. Imports nothing heavy."""
