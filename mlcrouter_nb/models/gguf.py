@@ -173,7 +173,7 @@ class ModelConfig:
 
 
 # Tokens that end a turn, by text: llama.cpp ends a generation at any of them too.
-_END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>", "<|eom_id|>"}
+END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>", "<|eom_id|>"}
 
 
 def eos_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
@@ -190,5 +190,5 @@ def eos_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
     control = zip(
         metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ()), strict=False
     )
-    ids.update(i for i, (text, type) in enumerate(control) if type == 3 and text in _END_OF_TURN)
+    ids.update(i for i, (text, type) in enumerate(control) if type == 3 and text in END_OF_TURN)
     return tuple(sorted(ids))
