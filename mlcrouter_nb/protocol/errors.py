@@ -16,7 +16,18 @@ class BootError(MlcRouterError):
 
 
 class PolicyError(MlcRouterError):
-    """A policy that cannot be compiled, or that failed while it routed a request."""
+    """A policy that cannot be compiled, or that failed while it routed a request.
+
+    `line` counts from 1 in the policy's source, `source_line` is that line's text; None and "" where no line is to
+    blame. The message holds both."""
+
+    def __init__(
+        self, message: str, *, policy: str = "", line: int | None = None, source_line: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.policy = policy
+        self.line = line
+        self.source_line = source_line
 
 
 class RequestError(MlcRouterError):

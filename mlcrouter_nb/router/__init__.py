@@ -1,0 +1,1 @@
+"""Requests to engines: policies, endpoints that exist, and the OpenAI gateway."""

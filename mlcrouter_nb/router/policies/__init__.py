@@ -1,0 +1,1 @@
+"""The built-in policies, each written as a cell would write it."""
