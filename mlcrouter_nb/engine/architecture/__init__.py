@@ -1,0 +1,1 @@
+"""Models as `relax.frontend.nn` modules; so far Llama's family."""
