@@ -1,0 +1,52 @@
+"""The public functions: `up`, and shortcuts to the running cluster."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ..protocol.errors import ArgumentError
+from . import current
+from .ask import Answer
+from .cluster import Cluster
+from .options import DEFAULT_MODEL
+
+
+async def up(model: str = DEFAULT_MODEL, **options: Any) -> Cluster:
+    """Start a cluster and return it once all engines answer; `options` are those of `Cluster`.
+
+    With the arguments of the cluster that runs, returns that one. Raises `ArgumentError` when another one runs."""
+    wanted = Cluster(model, **options)
+    running = find_same(wanted)
+    if running is not None:
+        await running.ready()
+        return running
+    return await wanted.start()
+
+
+def find_same(wanted: Cluster) -> Cluster | None:
+    """The running cluster if it is what `wanted` would be, None where none runs; raises `ArgumentError` if it differs."""
+    running = current.find()
+    if running is None:
+        return None
+    if running.arguments != wanted.arguments:
+        raise ArgumentError(
+            f"A cluster with other arguments is running ({running.describe()}): stop it first, with %route down or "
+            "await mlcrouter_nb.cluster().down()."
+        )
+    return running
+
+
+async def ask(prompt: Any = None, **options: Any) -> Answer:
+    """`Cluster.ask` on the running cluster."""
+    return await current.get().ask(prompt, **options)
+
+
+def stream(prompt: Any = None, **options: Any) -> AsyncGenerator[Any, None]:
+    """`Cluster.stream` on the running cluster."""
+    return current.get().stream(prompt, **options)
+
+
+def panel() -> Any:
+    """The live panel; it also boots a cluster where none runs."""
+    from ..notebook import panel as make_panel
+
+    return make_panel()

@@ -1,0 +1,253 @@
+"""One asyncio loop in a daemon thread: a cell blocks the kernel's main thread, and the router must go on."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from ..protocol.errors import MlcRouterError
+
+T = TypeVar("T")
+
+# How often a waiter wakes: an interrupt of a cell acts at the waiter's next wake-up.
+TICK = 0.1
+
+
+class Job(Generic[T]):
+    """A coroutine under way on the loop thread; `future` has its result once it has ended, clean-up included."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.future: Future[T] = Future()
+        self._loop = loop
+        self._coroutine = coroutine
+        self._task: asyncio.Task[T] | None = None
+        self.future.set_running_or_notify_cancel()
+        # The caller's context travels along, so that what the coroutine prints lands in the caller's cell.
+        loop.call_soon_threadsafe(self._start)
+
+    def cancel(self) -> None:
+        """Ask the coroutine to stop, from any thread; `future` resolves when it has."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the coroutine has ended
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def wait(self, timeout: float) -> bool:
+        """Block for `timeout` seconds at most; answers whether the coroutine has ended."""
+        try:
+            self.future.exception(timeout)
+        except TimeoutError:
+            return self.future.done()  # a TimeoutError may also be what the coroutine raised
+        return True
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._ended)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.future.set_exception(asyncio.CancelledError())
+        elif error := task.exception():
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+class LoopThread:
+    """Runs coroutines for callers on other threads and other loops."""
+
+    def __init__(self, name: str = "mlcrouter") -> None:
+        self.loop = new_event_loop()
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
+    def alive(self) -> bool:
+        """Whether coroutines can still be submitted."""
+        return self._thread.is_alive() and not self.loop.is_closed()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
+        """Start a coroutine, from any thread; does not wait."""
+        try:
+            return Job(self.loop, coroutine)
+        except RuntimeError as error:
+            coroutine.close()
+            raise MlcRouterError(
+                "The cluster is stopped; start one with %route up or mlcrouter_nb.up()."
+            ) from error
+
+    def call(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        timeout: float | None = None,
+        patience: float = 2.0,
+        on_tick: Callable[[], None] | None = None,
+    ) -> T:
+        """Run a coroutine and block until it has ended.
+
+        A KeyboardInterrupt cancels the coroutine, waits `patience` seconds for its clean-up, and goes on up; so does
+        `TimeoutError` after `timeout` seconds. `on_tick` is called in the waiting thread, ten times a second."""
+        if self.inside:
+            coroutine.close()
+            raise MlcRouterError(
+                "This call blocks the router's own loop; use the awaitable form of it there."
+            )
+        job = self.submit(coroutine)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not job.wait(TICK):
+                if on_tick is not None:
+                    on_tick()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"The router did not answer within {timeout:g} s.")
+        except BaseException:
+            job.cancel()
+            job.wait(patience)
+            raise
+        return job.future.result()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T], *, patience: float = 2.0) -> T:
+        """Await a coroutine from any loop; a cancellation reaches it, and its clean-up gets `patience` seconds."""
+        if asyncio.get_running_loop() is self.loop:
+            return await coroutine
+        return await self.join(self.submit(coroutine), patience=patience)
+
+    async def join(self, job: Job[T], *, patience: float = 2.0) -> T:
+        """Await a job from any loop, as `run` does its coroutine."""
+        waiter = asyncio.wrap_future(job.future)
+        try:
+            # Waking now and then lets the kernel cancel this await: it acts only when the loop turns.
+            while not waiter.done():
+                await asyncio.wait({waiter}, timeout=TICK)
+        except asyncio.CancelledError:
+            await _end(job, patience)
+            raise
+        return waiter.result()
+
+    def iterate(self, source: AsyncIterator[T], *, capacity: int = 256) -> AsyncGenerator[T, None]:
+        """Iterate on any loop over what an iterator yields on this one.
+
+        The source runs in one task of this loop, ahead of the reader by `capacity` items at most; leaving the
+        iteration cancels it."""
+        return _bridge(self, source, capacity)
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Cancel what still runs, close the loop and join the thread (unless called on it)."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if not self.inside:
+            self._thread.join(timeout)
+
+    def _main(self) -> None:
+        try:
+            self.loop.run_forever()
+            pending = asyncio.all_tasks(self.loop)
+            for task in pending:
+                task.cancel()
+            if pending:
+                self.loop.run_until_complete(asyncio.wait(pending, timeout=3.0))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's loop where it can be had, asyncio's elsewhere; the process's policy stays as it is."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking function on a daemon thread of its own, so that leaving the interpreter never waits for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, name="mlcrouter-worker", daemon=True).start()
+    return await future
+
+
+async def _bridge(thread: LoopThread, source: AsyncIterator[T], capacity: int) -> AsyncGenerator[T, None]:
+    reader_loop = asyncio.get_running_loop()
+    if reader_loop is thread.loop:
+        async for item in source:
+            yield item
+        return
+    items: deque[T] = deque()
+    arrived = asyncio.Event()  # belongs to the reader's loop
+    room = asyncio.Semaphore(capacity)  # belongs to the router's loop
+
+    def wake(_: object = None) -> None:
+        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody reads any more
+            reader_loop.call_soon_threadsafe(arrived.set)
+
+    async def pump() -> None:
+        try:
+            async for item in source:
+                await room.acquire()
+                items.append(item)
+                wake()
+        finally:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                await close()
+
+    job = thread.submit(pump())
+    job.future.add_done_callback(wake)
+    try:
+        while not job.future.done() or items:  # in this order: the last items come before the end
+            if items:
+                item = items.popleft()
+                thread.loop.call_soon_threadsafe(room.release)
+                yield item
+                continue
+            arrived.clear()
+            if not items and not job.future.done():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(arrived.wait(), TICK)
+        job.future.result()
+    finally:
+        if not job.future.done():
+            await _end(job, 2.0)
+
+
+async def _end(job: Job[T], patience: float) -> None:
+    """Cancel a job and wait for its clean-up; whatever it raises then is nobody's any more."""
+    job.cancel()
+    waiter = asyncio.wrap_future(job.future)
+    await asyncio.wait({waiter}, timeout=patience)
+    if waiter.done() and not waiter.cancelled():
+        waiter.exception()
+    else:
+        waiter.cancel()

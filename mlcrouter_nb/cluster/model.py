@@ -1,0 +1,95 @@
+"""What the router needs to know of the model: its id, its tokenizer, its chat template, and where its file is."""
+
+import asyncio
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..models.chat import ChatTemplate
+from ..models.names import ModelFiles, resolve
+from ..models.tokenizer import Tokenizer
+from ..protocol.progress import Progress
+from ..telemetry import Telemetry
+from .launchers.attach import AttachLauncher
+from .launchers.base import Launcher
+from .launchers.cpu import CpuLauncher, CpuOptions
+from .loop_thread import in_thread
+from .options import Options
+
+
+@dataclass(frozen=True)
+class Model:
+    """`id` is what `/v1/models` says (None: the engines know), `files` where it lies (None: with the engines)."""
+
+    id: str | None
+    files: ModelFiles | None
+    tokenizer: Callable[[], Tokenizer] | None
+    chat: ChatTemplate | None
+
+
+class _Left(Exception):
+    """Whoever waited for a download has left."""
+
+
+async def find_model(options: Options, telemetry: Telemetry) -> Model:
+    """Fetch the model where that is needed, telling telemetry how far it is.
+
+    Raises `ArgumentError` for an unknown model. Of attached engines only the tokenizer is looked up, when needed."""
+    if options.kind == "attach":
+        source = options.tokenizer
+        return Model(None, None, functools.cache(lambda: _tokenizer(source, None, options.model)), None)
+    loop = asyncio.get_running_loop()
+    left = False
+
+    def progress(step: Progress) -> None:
+        if left:
+            raise _Left
+        loop.call_soon_threadsafe(functools.partial(_tell, telemetry, options, step))
+
+    def look() -> tuple[ModelFiles, ChatTemplate | None]:
+        files = resolve(options.model, progress)
+        return files, ChatTemplate.from_file(files.path)
+
+    try:
+        files, chat = await in_thread(look)
+    finally:
+        left = True
+    return Model(files.id, files, functools.cache(lambda: _tokenizer(options.tokenizer, files.path)), chat)
+
+
+def make_launcher(options: Options, model: Model) -> Launcher:
+    """The launcher of the chosen kind."""
+    if model.files is None:
+        return AttachLauncher()
+    cpu = CpuOptions(
+        model_path=model.files.path,
+        model_id=model.files.id,
+        threads=threads_per_engine(len(options.slots)),
+        prefix_cache=options.prefix_cache,
+    )
+    return CpuLauncher(cpu, options.new_world())
+
+
+def threads_per_engine(engines: int) -> int:
+    """An even share of the cores: two threads in each of several engines on few cores fight."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // engines)
+
+
+def _tokenizer(chosen: str | None, path: Path | None, model: str = "") -> Tokenizer:
+    """The tokenizer that was chosen, else the one in the model's file, else in the file of the model of that name."""
+    return Tokenizer(Path(chosen).expanduser() if chosen else path or resolve(model).path)
+
+
+def _tell(telemetry: Telemetry, options: Options, step: Progress) -> None:
+    for slot in options.slots:
+        telemetry.emit(
+            "engine_state",
+            engine=slot.name,
+            role=slot.role,
+            state="starting",
+            detail=str(step),
+            progress=step.fraction,
+        )
