@@ -1,0 +1,76 @@
+"""`%route up` and `%route down`."""
+
+import argparse
+from typing import Any
+
+from ..cluster import Cluster
+from ..cluster.functions import find_same
+from ..protocol.errors import ArgumentError
+from .display.boot import BootDisplay
+from .failures import Interrupted
+from .session import Session
+
+
+def up(session: Session, args: argparse.Namespace) -> Cluster:
+    """Boot a cluster and return it; with the arguments of the running one, return that."""
+    model, options = boot_options(session, args)
+    running = session.cluster
+    if running is not None and nothing_asked(args):
+        return running
+    cluster = session.new_cluster(model, **options)
+    same = find_same(cluster)
+    return same if same is not None else start(cluster)
+
+
+def boot_options(session: Session, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The model and the cluster's options: what the line says, else what `%config MlcRouter` says."""
+    config = session.config
+    options: dict[str, Any] = {
+        "engine": args.engine or (None if args.endpoint_urls else config.engine or None),
+        "endpoint_urls": args.endpoint_urls,
+        "host": args.host,
+        "port": args.port,
+        "policy": args.policy,
+        "tokenizer": args.tokenizer,
+        "prefix_cache": not args.no_prefix_cache,
+    }
+    if args.roles or not args.endpoint_urls:
+        options["roles"] = args.roles or config.roles
+    return args.model or config.model, options
+
+
+def nothing_asked(args: argparse.Namespace) -> bool:
+    """Whether the line is a bare `%route up`, which a running cluster of any kind satisfies."""
+    plain = COMMAND_DEFAULTS
+    return all(getattr(args, name) == value for name, value in plain.items())
+
+
+COMMAND_DEFAULTS: dict[str, Any] = {
+    "model": None, "roles": None, "engine": None, "endpoint_urls": [], "policy": None, "host": "127.0.0.1",
+    "port": 0, "tokenizer": None, "no_prefix_cache": False,
+}  # fmt: skip
+
+
+def start(cluster: Cluster) -> Cluster:
+    """Boot with progress under the cell; an interrupt or a failure leaves nothing running."""
+    options = cluster.options
+    display = BootDisplay(f"{options.model} on {options.kind}, {len(options.slots)} engines")
+    try:
+        cluster.start_blocking(display.update)
+    except KeyboardInterrupt:
+        display.failed("The boot was interrupted; everything that had started is stopped.")
+        raise Interrupted("the boot; everything that had started is stopped.") from None
+    except BaseException:
+        display.failed("The boot failed; everything that had started is stopped.")
+        raise
+    display.done(cluster.status())
+    return cluster
+
+
+def down(session: Session, args: argparse.Namespace) -> None:
+    """Stop the cluster; without one there is nothing to stop, and that is an error."""
+    cluster = session.cluster
+    if cluster is None:
+        raise ArgumentError("no cluster is running.")
+    cluster.down_blocking()
+    print("The cluster is stopped.")

@@ -1,0 +1,117 @@
+"""The subcommands of `%route`: a parser and a function each."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from .arguments import Parser, read_pairs
+from .boot import down, up
+from .display.source import Source
+from .display.status import show, table_text
+from .policy_cells import check_name
+from .report import show_active
+from .session import Session
+from .words import RESERVED, SUBCOMMANDS
+
+Command = tuple[Parser, Callable[[Session, argparse.Namespace], Any]]
+
+
+def use(session: Session, args: argparse.Namespace) -> None:
+    """Make a policy active."""
+    policy = session.book.get(check_name(args.name))
+    session.use(policy, read_pairs(args.parameters, policy.parameters))
+    show_active(session)
+
+
+def set_parameters(session: Session, args: argparse.Namespace) -> None:
+    """Set parameters of the active policy."""
+    active = session.active
+    session.set(read_pairs(args.parameters, active.parameters if active is not None else {}))
+    show_active(session)
+
+
+def undo(session: Session, args: argparse.Namespace) -> None:
+    """Go back one step."""
+    session.undo()
+    show_active(session)
+
+
+def list_policies(session: Session, args: argparse.Namespace) -> None:
+    """Name, parameters, origin and first line of each policy; the active one is marked."""
+    active = session.active
+    rows = []
+    for name in session.book.names():
+        policy = session.book.get(name)
+        values = ", ".join(f"{key}={value}" for key, value in policy.values.items())
+        mark = "*" if active is not None and active.name == name else ""
+        rows.append((mark, name, values, policy.origin, policy.doc.partition("\n")[0]))
+    print(table_text(("", "policy", "parameters", "from", ""), rows, numbers=range(0)))
+
+
+def show_source(session: Session, args: argparse.Namespace) -> None:
+    """A policy's source."""
+    show(Source(session.book.get(args.name)))
+
+
+def logs(session: Session, args: argparse.Namespace) -> None:
+    """The end of an engine's log."""
+    from ..cluster import current
+
+    print(current.get().logs(args.engine, args.lines))
+
+
+def panel(session: Session, args: argparse.Namespace) -> None:
+    """Show the panel; the same one in every cell that asks."""
+    from .panel import Panel
+
+    if session.panel is None or session.panel.closed:
+        session.panel = Panel(session)
+    show(session.panel)
+
+
+def help_text(session: Session, args: argparse.Namespace) -> None:
+    """List the subcommands."""
+    lines = ["%route                the status", "%%route NAME          the cell below is a policy"]
+    lines += [f"%route {word:<14} {text}" for word, text in SUBCOMMANDS.items()]
+    lines.append("%%ask                 ask the cluster; the answer streams under the cell")
+    lines.append("Every one explains itself with --help. %config MlcRouter lists the defaults.")
+    lines.append(f"Not there yet: {', '.join(RESERVED)}.")
+    print("\n".join(lines))
+
+
+def _parser(word: str) -> Parser:
+    return Parser(f"%route {word}", SUBCOMMANDS[word])
+
+
+def _commands() -> dict[str, Command]:
+    parsers = {word: _parser(word) for word in SUBCOMMANDS}
+    boot = parsers["up"]
+    boot.add_argument("model", nargs="?", help="a name or the path of a .gguf file")
+    boot.add_argument("--roles", help="xPyD, or a number of engines without roles")
+    boot.add_argument("--engine", help="cpu, mlc or attach")
+    boot.add_argument(
+        "--endpoint-urls", nargs="+", default=[], metavar="URL", help="engines that run already"
+    )
+    boot.add_argument("--policy", metavar="NAME", help="the policy to begin with")
+    boot.add_argument("--host", default="127.0.0.1", help="where the OpenAI endpoint listens")
+    boot.add_argument("--port", type=int, default=0, help="its port; 0: any free one")
+    boot.add_argument(
+        "--tokenizer", metavar="PATH", help="for attached engines and policies that look at the prompt"
+    )
+    boot.add_argument(
+        "--no-prefix-cache", action="store_true", help="engines forget a prompt once it is answered"
+    )
+    for word in ("use", "show"):
+        parsers[word].add_argument("name", help="a policy")
+    parsers["use"].add_argument("parameters", nargs="*", metavar="parameter=value")
+    parsers["set"].add_argument("parameters", nargs="+", metavar="parameter=value")
+    parsers["logs"].add_argument("engine", help="for example D1")
+    parsers["logs"].add_argument("--lines", type=int, default=50, metavar="N")
+    run = {
+        "up": up, "panel": panel, "use": use, "set": set_parameters, "undo": undo, "list": list_policies,
+        "show": show_source, "logs": logs, "down": down, "help": help_text,
+    }  # fmt: skip
+    return {word: (parser, run[word]) for word, parser in parsers.items()}
+
+
+COMMANDS = _commands()

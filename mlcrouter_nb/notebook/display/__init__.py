@@ -1,0 +1,1 @@
+"""What cells show: the status, a boot's progress, an answer that streams; as HTML and as text."""

@@ -1,0 +1,96 @@
+"""`%route`, `%%route` and `%%ask`."""
+
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+
+from .arguments import HelpShown, did_you_mean, join_pairs, split
+from .asking import ASK, ask
+from .commands import COMMANDS
+from .display.status import Status, show
+from .failures import reporting
+from .policy_cells import check_name, is_blank
+from .report import show_active
+from .session import Session
+from .words import RESERVED, SUBCOMMANDS
+
+
+@magics_class
+class RouterMagics(Magics):
+    """The magics of one shell."""
+
+    def __init__(self, shell: InteractiveShell, session: Session) -> None:
+        super().__init__(shell)
+        self.session = session
+
+    @line_cell_magic
+    def route(self, line: str, cell: str | None = None) -> Any:
+        """`%route` shows the status; `%route help` lists the subcommands; `%%route NAME` makes the cell a policy."""
+        with reporting():
+            try:
+                return self._command(line) if cell is None else self._policy_cell(line, cell)
+            except HelpShown as help_text:
+                print(help_text)
+        return None
+
+    @cell_magic
+    def ask(self, line: str, cell: str) -> None:
+        """Ask the cluster and stream the answer under the cell; `%%ask --help` lists the options."""
+        with reporting():
+            try:
+                ask(self.session, ASK.parse(split(line)), cell)
+            except HelpShown as help_text:
+                print(help_text)
+
+    def _command(self, line: str) -> Any:
+        word, _, rest = line.strip().partition(" ")
+        if not word:
+            cluster = self.session.cluster
+            show(Status(cluster.status() if cluster is not None else None, self.session.view()))
+            return None
+        if word in ("--help", "-h"):
+            word, rest = "help", ""
+        if word in RESERVED:
+            raise UsageError(f"%route {word} is not there yet; %route help lists what is.")
+        if word not in COMMANDS:
+            raise UsageError(
+                f"%route has no subcommand '{word}'.{did_you_mean(word, list(SUBCOMMANDS))} %route help lists them."
+            )
+        parser, run = COMMANDS[word]
+        if word in ("use", "set"):
+            rest = join_pairs(rest)
+        return run(self.session, parser.parse(split(rest)))
+
+    def _policy_cell(self, line: str, cell: str) -> None:
+        words = split(line)
+        if words and words[0] in ("--help", "-h"):
+            raise HelpShown(POLICY_HELP)
+        if len(words) != 1:
+            raise UsageError("write %%route NAME, and the policy below it.")
+        name = check_name(words[0])
+        session, origin = self.session, f"cell [{self.shell.execution_count}]"
+        if is_blank(cell):
+            session.use(session.book.get(name), {})
+        else:
+            session.use(session.book.compile(name, cell, origin), {}, define=True)
+        show_active(session)
+
+
+POLICY_HELP = """\
+%%route NAME
+policy below: `async def route(request, engines)`, or parameters of an existing policy only, or nothing.
+
+    %%route long_to_disagg
+    long_prompt = slider(0, 2048, value=512)
+
+    async def route(request, engines):
+        decode = engines.decode.least_loaded()
+        if len(request.prompt) < long_prompt:
+            return decode.complete(request)
+        prefill = engines.prefill.least_loaded()
+        kv = await decode.prep_recv(request, end=-1)
+        await prefill.remote_send(request, kv)
+        return decode.start_generate(request, begin=kv.end)
+"""
