@@ -252,9 +252,9 @@ class Cluster:
 
     def panel(self) -> Any:
         """The live panel, a widget."""
-        from ..notebook import panel as make_panel
+        from ..notebook.panel import open_panel
 
-        return make_panel(self)
+        return open_panel(self)
 
     # Changing a running cluster: not in this version
 

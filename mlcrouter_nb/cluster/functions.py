@@ -47,6 +47,6 @@ def stream(prompt: Any = None, **options: Any) -> AsyncGenerator[Any, None]:
 
 def panel() -> Any:
     """The live panel; it also boots a cluster where none runs."""
-    from ..notebook import panel as make_panel
+    from ..notebook.panel import open_panel
 
-    return make_panel()
+    return open_panel()
