@@ -21,7 +21,7 @@ _write_ends: "weakref.WeakSet[IO[bytes]]" = weakref.WeakSet()
 
 def _close_in_fork() -> None:
     for pipe in list(_write_ends):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # closed already
             os.close(pipe.fileno())
 
 
