@@ -40,6 +40,11 @@ _PRE_TOKENIZERS = {
 class StreamDecoder(Protocol):
     """Turns a stream of ids into text, never half a character."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether half a character waits for more ids."""
+        ...
+
     def push(self, id: int) -> str: ...
     def flush(self) -> str: ...
 
@@ -118,6 +123,10 @@ class _ByteDecoder:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._utf8.getstate()[0])
+
     def push(self, id: int) -> str:
         return self._utf8.decode(self._token_bytes[id] if id < len(self._token_bytes) else b"")
 
@@ -131,9 +140,12 @@ class _GenericDecoder:
     def __init__(self, source: tokenizers.Tokenizer) -> None:
         self._source = source
         self._stream = decoders.DecodeStream(skip_special_tokens=True)
+        self.pending = False
 
     def push(self, id: int) -> str:
-        return self._stream.step(self._source, id) or ""
+        text = self._stream.step(self._source, id)
+        self.pending = text is None
+        return text or ""
 
     def flush(self) -> str:
         return ""
