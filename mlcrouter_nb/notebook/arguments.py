@@ -27,14 +27,19 @@ class _Help(argparse.Action):
 class Parser(argparse.ArgumentParser):
     """An argument parser for a magic: errors are `UsageError`s, `--help` raises `HelpShown`."""
 
-    def __init__(self, prog: str, description: str, **options: Any) -> None:
-        super().__init__(prog, description=description, add_help=False, allow_abbrev=False, **options)
+    def __init__(self, magic: str, description: str, **options: Any) -> None:
+        # argparse formats `prog` and would take our percent signs for its own.
+        super().__init__(magic.replace("%", "~"), description=description, add_help=False, allow_abbrev=False, **options)
+        self.magic = magic
         self.add_argument("--help", "-h", action=_Help, nargs=0, help="show this")
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         hint = did_you_mean(unknown[1], self.options()) if unknown else ""
-        raise UsageError(f"{self.prog}: {message}.{hint} See {self.prog} --help.")
+        raise UsageError(f"{self.magic}: {message}.{hint} See {self.magic} --help.")
+
+    def format_help(self) -> str:
+        return super().format_help().replace(self.prog, self.magic).rstrip()
 
     def options(self) -> list[str]:
         """The long options."""
@@ -58,7 +63,7 @@ def split(line: str) -> list[str]:
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """` Did you mean 'x'?`, or nothing."""
-    close = get_close_matches(word, known, 1, 0.6)
+    close = get_close_matches(word, known, 1, 0.7)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

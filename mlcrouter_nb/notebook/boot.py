@@ -5,7 +5,6 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..cluster.functions import find_same
-from ..protocol.errors import ArgumentError
 from .display.boot import BootDisplay
 from .failures import Interrupted
 from .session import Session
@@ -68,9 +67,10 @@ def start(cluster: Cluster) -> Cluster:
 
 
 def down(session: Session, args: argparse.Namespace) -> None:
-    """Stop the cluster; without one there is nothing to stop, and that is an error."""
+    """Stop the cluster; without one all is as asked."""
     cluster = session.cluster
     if cluster is None:
-        raise ArgumentError("no cluster is running.")
+        print("No cluster is running.")
+        return
     cluster.down_blocking()
     print("The cluster is stopped.")

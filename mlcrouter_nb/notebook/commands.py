@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from ..protocol.errors import ArgumentError
 from .arguments import Parser, read_pairs
 from .boot import down, up
 from .display.source import Source
@@ -55,9 +56,9 @@ def show_source(session: Session, args: argparse.Namespace) -> None:
 
 def logs(session: Session, args: argparse.Namespace) -> None:
     """The end of an engine's log."""
-    from ..cluster import current
-
-    print(current.get().logs(args.engine, args.lines))
+    if session.cluster is None:
+        raise ArgumentError("no cluster is running, so there is no log; %route up boots one.")
+    print(session.cluster.logs(args.engine, args.lines))
 
 
 def panel(session: Session, args: argparse.Namespace) -> None:
@@ -80,7 +81,7 @@ def help_text(session: Session, args: argparse.Namespace) -> None:
 
 
 def _parser(word: str) -> Parser:
-    return Parser(f"%route {word}", SUBCOMMANDS[word])
+    return Parser(f"%route {word}", SUBCOMMANDS[word].partition(":")[0].capitalize() + ".")
 
 
 def _commands() -> dict[str, Command]:
