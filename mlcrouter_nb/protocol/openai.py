@@ -87,7 +87,19 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        where = f"'{param}': " if param else "The body: "
-        raise RequestError(f"{where}{first['msg']}.", param=param) from error
+        raise _refusal(error) from error
+
+
+def check_body(kind: type[Body], body: dict[str, Any]) -> Body:
+    """Validate a body that is a dict already; raises `RequestError` as `parse_body` does."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    first = error.errors()[0]
+    param = str(first["loc"][0]) if first["loc"] else None
+    where = f"'{param}': " if param else "The body: "
+    return RequestError(f"{where}{first['msg']}.", param=param)

@@ -60,7 +60,8 @@ class Policy:
 
     def failure(self, error: BaseException) -> PolicyError:
         """What an exception in the policy's code becomes: the user's line, and what went wrong."""
-        return self.error(describe(error), line_in_traceback(error.__traceback__, self.filename))
+        problem = str(error) if type(error) is MlcRouterError else describe(error)
+        return self.error(problem, line_in_traceback(error.__traceback__, self.filename))
 
     def view(self) -> PolicyView:
         """What the panel shows."""

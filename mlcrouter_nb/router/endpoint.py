@@ -1,0 +1,334 @@
+"""An engine as the router sees it: the verbs that policies call, and its load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..protocol.errors import EngineError, MlcRouterError, RequestError
+from ..protocol.microserving import PrepRecvResponse, decode_kv_metadata
+from ..telemetry import CallTrace, Telemetry
+from .guard import Guard, Lease
+from .stream import Stream
+from .upstream import Call, Pool
+
+if TYPE_CHECKING:
+    from .request import Request
+
+ABORT_S = 5.0
+
+
+class KV:
+    """Room that a decode engine has reserved for a prompt's KV: positions [prefix_matched_length, end).
+
+    Both are token counts and never negative; `endpoint` is the engine that holds it."""
+
+    def __init__(self, endpoint: Endpoint, matched: int, end: int, metadata: str, lease: Lease) -> None:
+        self.endpoint = endpoint
+        self.prefix_matched_length = matched
+        self.end = end
+        self.metadata = metadata
+        self.lease = lease
+        self.started = False  # start_generate has been called
+        self.consumed = False  # the engine has taken it over and ended with it
+
+    def __repr__(self) -> str:
+        return f"<KV on {self.endpoint.name}: [{self.prefix_matched_length}, {self.end})>"
+
+
+class Endpoint:
+    """One engine: the verbs, its load, its connections.
+
+    `kind` is "cpu", "mlc" or "attach"; `rank` its first worker in the NVSHMEM world; `role` "prefill", "decode" or
+    None. `in_flight` counts requests that hold it, `waiting_tokens` prompt tokens not yet prefilled. An endpoint that
+    is not `available` is not chosen. Deadlines are in seconds."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        role: str | None = None,
+        kind: str = "attach",
+        rank: int = 0,
+        model: str | None = None,
+        *,
+        connect_s: float = 5.0,
+        transfer_s: float = 60.0,
+        idle_s: float = 120.0,
+    ) -> None:
+        self.name, self.url, self.role = name, url.rstrip("/"), role
+        self.kind, self.rank, self.model = kind, rank, model
+        self.available = True
+        self.in_flight = 0
+        self.waiting_tokens = 0
+        self.telemetry: Telemetry | None = None
+        self.transfer_s, self.idle_s = transfer_s, idle_s
+        self._pool = Pool(name, self.url, connect_s)
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    # The verbs
+
+    async def prep_recv(self, request: Request, *, end: int = -1) -> KV:
+        """Reserve KV here for the prompt's window [0, end); a negative `end` counts from the prompt's end.
+
+        Raises `EngineError` when the engine refuses or does not answer in time."""
+        length = len(request.prompt)
+        stop = end if end >= 0 else length + end
+        if not 0 <= stop < length:
+            raise MlcRouterError(
+                f"prep_recv: end={end} is outside the prompt; it must lie in 0 to {length - 1}, or -{length} to -1."
+            )
+        guard = request.guard
+        if self in guard.reserved:
+            raise MlcRouterError(f"prep_recv was called twice on {self.name} for one request.")
+        lease = guard.lease(self, length - stop)
+        try:
+            answer = await self._ask(request, "prep_recv", {"end": end}, (0, stop), None)
+            kv = self._reserved(answer, stop, length, lease)
+        except BaseException:
+            guard.give_back(lease)
+            self.abandon(guard.user, (), [self])
+            raise
+        guard.reserved[self] = kv
+        if guard.released:  # the request ended while the engine answered
+            self.abandon(guard.user, (), [self])
+            raise MlcRouterError("the request is over.")
+        return kv
+
+    async def remote_send(
+        self, request: Request, kv: KV, *, begin: int | None = None, end: int | None = None
+    ) -> None:
+        """Prefill the window here and write its KV into `kv`'s engine; returns once it has arrived there.
+
+        The window is [kv.prefix_matched_length, kv.end) unless told otherwise; an empty one returns at once."""
+        length = len(request.prompt)
+        first = kv.prefix_matched_length if begin is None else begin if begin >= 0 else length + begin
+        stop = kv.end if end is None else end if end >= 0 else length + end
+        if first >= stop:
+            return
+        if kv.endpoint is self:
+            raise MlcRouterError(
+                f"{self.name} cannot send KV to itself; take different engines for prefill and decode, "
+                "for instance with roles 1P1D."
+            )
+        if (first, stop) != (kv.prefix_matched_length, kv.end):
+            raise MlcRouterError(
+                f"remote_send: the window [{first}, {stop}) is not what {kv.endpoint.name} has reserved, "
+                f"[{kv.prefix_matched_length}, {kv.end})."
+            )
+        guard = request.guard
+        fields = {
+            "begin": first, "end": stop, "kv_addr_info": kv.metadata, "recv_rank": kv.endpoint.rank,
+            "n": 1,
+        }  # fmt: skip
+        lease = guard.lease(self, stop - first)
+        guard.sending.add(self)
+        try:
+            await self._ask(request, "remote_send", fields, (first, stop), lease)
+        finally:
+            guard.give_back(lease)
+        guard.sending.discard(self)
+
+    def start_generate(self, request: Request, *, begin: int) -> Stream:
+        """The stream of a request whose KV before `begin` is here: prefills the rest and generates.
+
+        A `begin` before the match starts at the match; a negative one counts from the prompt's end."""
+        kv = request.guard.reserved.get(self)
+        if kv is None:
+            raise MlcRouterError(
+                f"start_generate on {self.name} needs an earlier prep_recv on {self.name} for this request."
+            )
+        if kv.started:
+            raise MlcRouterError(f"start_generate was called twice on {self.name} for one request.")
+        length = len(request.prompt)
+        first = max(begin if begin >= 0 else length + begin, kv.prefix_matched_length)
+        if first > max(kv.end, kv.prefix_matched_length) or first >= length:
+            raise MlcRouterError(
+                f"start_generate: begin={begin} leaves a gap; {self.name} holds the KV up to {kv.end} of {length} tokens."
+            )
+        kv.started = True
+        fields = request.microserving_fields(self.kind) | {"begin": first}
+        return Stream(
+            self, request, "start_generate", "/microserving/start_generate", fields, (first, length), kv
+        )
+
+    def complete(self, request: Request) -> Stream:
+        """The stream of a request that this engine serves alone."""
+        path, fields = request.complete_fields()
+        return Stream(self, request, "complete", path, fields, None, None)
+
+    # What the router uses
+
+    async def open(
+        self, request: Request, verb: str, path: str, fields: dict[str, Any], window: tuple[int, int] | None,
+        lease: Lease | None, on_first: Callable[[], None] | None = None,
+    ) -> Call:  # fmt: skip
+        """Begin a call that the request's guard owns; its end gives the lease back, if one is given."""
+        guard = request.guard
+        if guard.released:
+            raise MlcRouterError("the request is over; no more calls can be made for it.")
+        trace = self._begin_trace(request, verb, window)
+        call = Call(
+            self.name, self.idle_s, on_first or _nothing, partial(self._ended, request, guard, trace, lease)
+        )
+        guard.calls.add(call)
+        try:
+            await self._pool.send(call, path, json.dumps(fields, ensure_ascii=False).encode())
+        except BaseException as error:
+            left = EngineError(f"The call to {self.name} was left.", engine=self.name, status=499)
+            call.fail(error if isinstance(error, EngineError) else left)
+            raise
+        return call
+
+    def _ended(
+        self, request: Request, guard: Guard, trace: CallTrace, lease: Lease | None, call: Call
+    ) -> None:
+        guard.calls.discard(call)
+        if lease is not None:
+            guard.leases.discard(lease)
+            lease.release()
+        trace.end_time = request.trace.clock()
+        if call.error is not None:
+            trace.error = str(call.error)
+        request.progress = call.ended_at
+        if self.telemetry is not None:
+            self.telemetry.emit(
+                "call_finished", request=request.id, engine=self.name, verb=trace.verb, error=trace.error,
+                in_flight=self.in_flight, waiting_tokens=self.waiting_tokens,
+            )  # fmt: skip
+
+    def _begin_trace(self, request: Request, verb: str, window: tuple[int, int] | None) -> CallTrace:
+        """Note that a call begins."""
+        trace = CallTrace(verb, self.name, request.trace.clock(), window=window)
+        request.trace.calls.append(trace)
+        if self.telemetry is not None:
+            self.telemetry.emit(
+                "call_started", request=request.id, engine=self.name, verb=verb, window=window,
+                in_flight=self.in_flight, waiting_tokens=self.waiting_tokens,
+            )  # fmt: skip
+        return trace
+
+    def show_load(self) -> None:
+        """Tell the telemetry how much this engine carries."""
+        if self.telemetry is not None:
+            self.telemetry.emit(
+                "engine_load", engine=self.name, in_flight=self.in_flight, waiting_tokens=self.waiting_tokens
+            )
+
+    def abandon(self, user: str, senders: Sequence[Endpoint], holders: Sequence[Endpoint]) -> None:
+        """Tell engines to free what they hold for an attempt: first those that may still write, then those written to."""
+        if any(endpoint.kind == "cpu" for endpoint in (*senders, *holders)):
+            task = asyncio.get_running_loop().create_task(self._abort(user, senders, holders))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def get(self, path: str, deadline_s: float = 2.0) -> tuple[int, bytes]:
+        """Status and body of a GET; raises `EngineError`."""
+        call = Call(self.name, deadline_s, _nothing, _nothing)
+        return await self._answer(call, path, None, deadline_s)
+
+    async def close(self) -> None:
+        """Let the last aborts go out, then close all connections."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_S)
+        for task in list(self._aborts):
+            task.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        self._pool.close()
+
+    async def _abort(self, user: str, senders: Sequence[Endpoint], holders: Sequence[Endpoint]) -> None:
+        body = json.dumps({"user": user}).encode()
+        for group in (senders, holders):
+            for endpoint in group:
+                if endpoint.kind == "cpu":
+                    call = Call(endpoint.name, ABORT_S, _nothing, _nothing)
+                    try:
+                        await endpoint._answer(call, "/microserving/abort", body, ABORT_S)
+                    except EngineError:
+                        pass  # the engine frees it itself at its own deadline
+
+    async def _answer(
+        self, call: Call, path: str, body: bytes | None, deadline_s: float
+    ) -> tuple[int, bytes]:
+        """The whole answer to a call, within a deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._pool.send(call, path, body)
+                answer = await call.body()
+                return call.status, answer
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.name} did not answer within {deadline_s:g} s.", engine=self.name, status=504
+            ) from error
+        finally:
+            call.close()
+
+    async def _ask(
+        self,
+        request: Request,
+        verb: str,
+        fields: dict[str, Any],
+        window: tuple[int, int],
+        lease: Lease | None,
+    ) -> dict[str, Any]:
+        """One of the two calls that answer JSON, within the deadline for transfers."""
+        fields = request.microserving_fields(self.kind) | fields
+        call: Call | None = None
+        try:
+            async with asyncio.timeout(self.transfer_s) as scope:
+                call = await self.open(request, verb, f"/microserving/{verb}", fields, window, lease)
+                body = await call.body()
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            problem = f"{self.name} did not answer {verb} within {self.transfer_s:g} s."
+            raise EngineError(problem, engine=self.name, status=504) from error
+        finally:
+            if call is not None:
+                call.close()
+        if call.status == 404 and self.kind == "attach":
+            raise EngineError(
+                f"{self.name} at {self.url} does not know {verb}; a policy that disaggregates needs MicroServing "
+                "engines, or choose a one-engine policy such as round-robin.",
+                engine=self.name,
+                status=501,
+            )
+        if call.status != 200:
+            raise call.refusal(body)
+        try:
+            answer = json.loads(body)
+            if not isinstance(answer, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise self._nonsense(verb, body) from error
+        return answer
+
+    def _reserved(self, answer: dict[str, Any], stop: int, length: int, lease: Lease) -> KV:
+        """What prep_recv answered, checked: a wrong window kills an engine."""
+        try:
+            told = PrepRecvResponse.model_validate(answer)
+        except ValueError as error:
+            raise self._nonsense("prep_recv", json.dumps(answer).encode()) from error
+        matched = told.prefix_matched_length
+        try:
+            expected = sum(size for _, size in decode_kv_metadata(told.kv_append_metadata))
+        except RequestError:
+            expected = max(stop - matched, 0)  # another engine's own format: opaque to us
+        if not 0 <= matched < length or expected != max(stop - matched, 0):
+            raise self._nonsense("prep_recv", json.dumps(answer).encode())
+        return KV(self, matched, max(stop, matched), told.kv_append_metadata, lease)
+
+    def _nonsense(self, verb: str, body: bytes) -> EngineError:
+        start = body[:200].decode(errors="replace")
+        problem = f"{self.name} answered {verb} with something that it does not define: {start}"
+        return EngineError(problem, engine=self.name, status=502, body=body)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.role or 'engine'} at {self.url}, {self.in_flight} in flight>"
+
+
+def _nothing(*_: Any) -> None:
+    """For calls that nobody counts."""

@@ -1,0 +1,74 @@
+"""What one attempt at a request holds, given back once on every way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .endpoint import KV, Endpoint
+    from .upstream import Call
+
+
+class Lease:
+    """A request's share of an engine's load: one in flight, and the prompt tokens that it waits to have prefilled."""
+
+    __slots__ = ("endpoint", "held", "tokens")
+
+    def __init__(self, endpoint: Endpoint, tokens: int) -> None:
+        self.endpoint, self.tokens, self.held = endpoint, tokens, True
+        endpoint.in_flight += 1
+        endpoint.waiting_tokens += tokens
+
+    def prefilled(self) -> None:
+        """The prompt is computed: nothing waits any more."""
+        self.endpoint.waiting_tokens -= self.tokens
+        self.tokens = 0
+
+    def release(self) -> None:
+        """Give it back; the second time does nothing."""
+        if self.held:
+            self.held = False
+            self.prefilled()
+            self.endpoint.in_flight -= 1
+
+
+class Guard:
+    """Owns the calls, the load and the reserved KV of one attempt.
+
+    `release` is synchronous, so that a cancelled task, a client that leaves and a policy that swallows its cancellation
+    all come to the same end. `user` is the id that engines know the attempt by, unique for ever."""
+
+    def __init__(self, user: str) -> None:
+        self.user = user
+        self.released = False
+        self.calls: set[Call] = set()
+        self.leases: set[Lease] = set()
+        self.reserved: dict[Endpoint, KV] = {}
+        self.sending: set[Endpoint] = set()  # prefill engines that may be writing into reserved KV
+
+    def lease(self, endpoint: Endpoint, tokens: int) -> Lease:
+        """Count the attempt on an engine."""
+        lease = Lease(endpoint, tokens)
+        self.leases.add(lease)
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        """One lease is over, and everybody sees it."""
+        self.leases.discard(lease)
+        if lease.held:
+            lease.release()
+            lease.endpoint.show_load()
+
+    def release(self) -> None:
+        """End whatever is open and give all of it back; the second time does nothing."""
+        if self.released:
+            return
+        self.released = True
+        senders = list(self.sending)
+        for call in list(self.calls):
+            call.close()
+        for lease in list(self.leases):
+            self.give_back(lease)
+        unused = [endpoint for endpoint, kv in self.reserved.items() if not kv.consumed]
+        if unused:
+            unused[0].abandon(self.user, senders, unused)

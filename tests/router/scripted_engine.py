@@ -1,0 +1,246 @@
+"""A stand-in engine on raw sockets: it does as its script says, faults included, and records what it was told.
+
+Its "model" continues a prompt of n tokens by the words `t{n} t{n+1} ...`, so that a request that is resumed gives the
+same text as one that is not, if and only if no token is lost or repeated."""
+
+import asyncio
+import json
+from collections import deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlcrouter_nb.protocol.microserving import encode_kv_metadata
+
+
+class WordTokenizer:
+    """Words are tokens."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        ids = []
+        for word in text.split():
+            if word not in self.words:
+                self.words.append(word)
+            ids.append(self.words.index(word))
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.words[i] for i in ids)
+
+
+class PlainTemplate:
+    """A chat template: roles and contents in a row."""
+
+    def render(self, messages: list[Any]) -> str:
+        return " ".join(f"{m['role']}: {m['content']}" for m in messages) + " assistant:"
+
+
+@dataclass
+class Plan:
+    """How one call goes; the default is well."""
+
+    status: int = 200
+    body: bytes | None = None  # instead of the right answer
+    wait: float = 0.0  # seconds before the answer
+    silent: bool = False  # never answers
+    close: bool = False  # closes the connection instead of answering
+    token_s: float = 0.0
+    die_after: int | None = None  # breaks the connection after so many tokens
+    silent_after: int | None = None
+    preempt_after: int | None = None
+    error_after: int | None = None  # an error event in mid-stream
+    end_after: int | None = None  # ends the HTTP answer properly, without finish_reason and [DONE]
+    cut: int = 0  # writes the answer's body in pieces of so many bytes
+    newline: str = "\n"
+    comments: bool = False
+    token_ids: bool = False
+    tokens: int | None = None
+
+
+@dataclass
+class ScriptedEngine:
+    """`plans[path]` holds the plans of the next calls; `calls` what came; `reserved` the KV that nobody has freed."""
+
+    name: str = "engine"
+    matched: int = 0
+    plans: dict[str, deque[Plan]] = field(default_factory=dict)
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    reserved: set[str] = field(default_factory=set)
+    open: int = 0  # answers under way
+    connections: int = 0
+    default: Plan = field(default_factory=Plan)
+    url: str = ""
+
+    def plan(self, path: str, **how: Any) -> None:
+        """The next call of `path` goes so."""
+        self.plans.setdefault(path, deque()).append(Plan(**how))
+
+    def told(self, path: str) -> list[dict[str, Any]]:
+        """The bodies of the calls of a path."""
+        return [body for called, body in self.calls if called == path]
+
+    @asynccontextmanager
+    async def serve(self):
+        tasks: set[asyncio.Task[None]] = set()
+        server = await asyncio.start_server(lambda r, w: self._connection(r, w, tasks), "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in list(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _connection(self, reader, writer, tasks) -> None:
+        task = asyncio.current_task()
+        tasks.add(task)
+        self.connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                method, path, _ = head[0].split(" ")
+                headers = {
+                    k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)
+                }
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                self.headers.append(headers)
+                self.calls.append((path, json.loads(body) if body else {}))
+                await self._answer(reader, writer, method, path, json.loads(body) if body else {})
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            tasks.discard(task)
+            self.connections -= 1
+            writer.transport.abort()
+
+    async def _answer(self, reader, writer, method: str, path: str, body: dict[str, Any]) -> None:
+        plans = self.plans.get(path)
+        plan = plans.popleft() if plans else self.default
+        if method == "GET":
+            models = {"object": "list", "data": [{"id": "their-model", "object": "model"}]}
+            return self._json(writer, 200, models)
+        user = body.get("user")
+        if path == "/microserving/abort":
+            self.reserved.discard(user)
+            return self._json(writer, 200, {})
+        self.open += 1
+        work = asyncio.ensure_future(self._work(writer, path, body, plan))
+        left = asyncio.ensure_future(
+            reader.read(1)
+        )  # the router sends one request at a time: only its leave comes
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                raise ConnectionError("left")
+        finally:
+            self.open -= 1
+            for part in (work, left):
+                part.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+            if path in ("/microserving/start_generate",):
+                self.reserved.discard(user)
+        return None
+
+    async def _work(self, writer, path: str, body: dict[str, Any], plan: Plan) -> None:
+        if path == "/microserving/prep_recv":
+            self.reserved.add(body["user"])
+        if plan.wait:
+            await asyncio.sleep(plan.wait)
+        if plan.silent:
+            await asyncio.sleep(3600)
+        if plan.close:
+            raise ConnectionError("scripted")
+        if plan.status != 200 or plan.body is not None:
+            if plan.status != 200:
+                self.reserved.discard(body.get("user"))
+            return self._raw(writer, plan.status, plan.body or b'{"error": {"message": "scripted"}}')
+        if path == "/microserving/prep_recv":
+            end = body["end"] if body["end"] >= 0 else len(body["prompt"]) + body["end"]
+            window = max(end - self.matched, 0)
+            segments = [1, self.matched, window] if window else [0]
+            answer = {
+                "kv_append_metadata": encode_kv_metadata(segments),
+                "prefix_matched_length": self.matched,
+            }
+            return self._json(writer, 200, answer)
+        if path == "/microserving/remote_send":
+            return self._json(writer, 200, {})
+        return await self._stream(writer, path, body, plan)
+
+    async def _stream(self, writer, path: str, body: dict[str, Any], plan: Plan) -> None:
+        chat = path.endswith("chat/completions")
+        prompt = " ".join(m["content"] for m in body["messages"]) if chat else body["prompt"]
+        length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
+        count = plan.tokens or body.get("max_completion_tokens") or body.get("max_tokens") or 8
+        start = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(start.encode())
+
+        def event(choices: list[Any], **more: Any) -> bytes:
+            kind = "chat.completion.chunk" if chat else "text_completion"
+            head = {
+                "id": body["user"] if "micro" in path else f"cmpl-{self.name}",
+                "object": kind,
+                "created": 7,
+            }
+            line = (
+                f"data: {json.dumps({**head, 'model': body.get('model') or 'm', 'choices': choices, **more})}"
+            )
+            return (
+                ": ping" + plan.newline if plan.comments else ""
+            ).encode() + f"{line}{plan.newline * 2}".encode()
+
+        async def send(data: bytes) -> None:
+            for piece in (
+                [data[i : i + plan.cut] for i in range(0, len(data), plan.cut)] if plan.cut else [data]
+            ):
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                if plan.cut:
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            await writer.drain()
+
+        def choice(text: str, reason: str | None, index: int) -> dict[str, Any]:
+            content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+            if plan.token_ids and text:
+                content["token_ids"] = [length + index]
+            return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+        if chat:
+            await send(
+                event([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+            )
+        for i in range(count):
+            if i == plan.die_after:
+                raise ConnectionError("scripted")
+            if i == plan.silent_after:
+                await asyncio.sleep(3600)
+            if i == plan.error_after:
+                await send(b'data: {"error": {"message": "scripted", "code": 500}}\n\ndata: [DONE]\n\n')
+                return writer.write(b"0\r\n\r\n")
+            if i == plan.preempt_after:
+                await send(event([choice("", "preempt", i)]) + b"data: [DONE]\n\n")
+                return writer.write(b"0\r\n\r\n")
+            if i == plan.end_after:
+                return writer.write(b"0\r\n\r\n")
+            if plan.token_s:
+                await asyncio.sleep(plan.token_s)
+            await send(event([choice(f"t{length + i} ", None, i)]))
+        usage = {"prompt_tokens": length, "completion_tokens": count, "total_tokens": length + count}
+        done = f"data: [DONE]{plan.newline * 2}".encode()
+        await send(event([choice("", "length", count)]) + event([], usage=usage) + done)
+        writer.write(b"0\r\n\r\n")
+
+    def _json(self, writer, status: int, value: Any) -> None:
+        self._raw(writer, status, json.dumps(value).encode())
+
+    @staticmethod
+    def _raw(writer, status: int, body: bytes) -> None:
+        head = f"HTTP/1.1 {status} Scripted\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
