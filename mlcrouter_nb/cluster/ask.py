@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from ..protocol.errors import ArgumentError
 from ..protocol.openai import ChatCompletionRequest, CompletionRequest, parse_body
+from ..router.chunks import Chunk
 from ..router.router import Router
 from ..telemetry import RequestTrace
 from .loop_thread import TICK, Job, LoopThread
@@ -87,8 +88,6 @@ class Submission:
         on_text: Callable[[str], None] | None,
     ) -> Answer:
         texts: list[str] = []
-        usage: dict[str, Any] | None = None
-        finish_reason: str | None = None
         async with router.stream(body, policy=policy) as chunks:
             self.trace = chunks.trace
             async for chunk in chunks:
@@ -96,9 +95,18 @@ class Submission:
                     texts.append(text)
                     if on_text is not None:
                         on_text(text)
-                finish_reason = chunk.finish_reason or finish_reason
-                usage = chunk.usage or usage
-        return Answer("".join(texts), trace=self.trace, usage=usage, finish_reason=finish_reason)
+        return Answer(
+            "".join(texts), trace=self.trace, usage=chunks.usage, finish_reason=chunks.finish_reason
+        )
+
+
+async def chunks_of(
+    router: Router, body: CompletionRequest | ChatCompletionRequest, policy: str | None
+) -> AsyncGenerator[Chunk, None]:
+    """The chunks of a request, which begins when the first is asked for; runs on the router's loop."""
+    async with router.stream(body, policy=policy) as chunks:
+        async for chunk in chunks:
+            yield chunk
 
 
 def make_body(

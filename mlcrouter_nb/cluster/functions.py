@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ..protocol.errors import ArgumentError
+from ..router.chunks import Chunk
 from . import current
 from .ask import Answer
 from .cluster import Cluster
@@ -27,10 +28,16 @@ def find_same(wanted: Cluster) -> Cluster | None:
     running = current.find()
     if running is None:
         return None
-    if running.arguments != wanted.arguments:
+    if running.options != wanted.options:
         raise ArgumentError(
             f"A cluster with other arguments is running ({running.describe()}): stop it first, with %route down or "
             "await mlcrouter_nb.cluster().down()."
+        )
+    policy, active = wanted.asked_policy, running.status().policy
+    if policy is not None and active is not None and policy != active.name:
+        raise ArgumentError(
+            f"The cluster is running with the policy {active.name}: change it with %route use {policy} or "
+            f"cluster.use({policy!r})."
         )
     return running
 
@@ -40,7 +47,7 @@ async def ask(prompt: Any = None, **options: Any) -> Answer:
     return await current.get().ask(prompt, **options)
 
 
-def stream(prompt: Any = None, **options: Any) -> AsyncGenerator[Any, None]:
+def stream(prompt: Any = None, **options: Any) -> AsyncGenerator[Chunk, None]:
     """`Cluster.stream` on the running cluster."""
     return current.get().stream(prompt, **options)
 

@@ -1,6 +1,7 @@
 """What the router needs to know of the model: its id, its tokenizer, its chat template, and where its file is."""
 
 import asyncio
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from ..models.chat import ChatTemplate
 from ..models.names import ModelFiles, resolve
 from ..models.tokenizer import Tokenizer
+from ..protocol.errors import MlcRouterError
 from ..protocol.progress import Progress
 from ..telemetry import Telemetry
 from .launchers.attach import AttachLauncher
@@ -36,27 +38,43 @@ class _Left(Exception):
 async def find_model(options: Options, telemetry: Telemetry) -> Model:
     """Fetch the model where that is needed, telling telemetry how far it is.
 
-    Raises `ArgumentError` for an unknown model. Of attached engines only the tokenizer is looked up, when needed."""
+    Raises `ArgumentError` for an unknown model; of attached engines only the tokenizer is wanted, and may be missing."""
     if options.kind == "attach":
-        source = options.tokenizer
-        return Model(None, None, functools.cache(lambda: _tokenizer(source, None, options.model)), None)
+        return await _attached_model(options, telemetry)
+    files = await _fetch(options, telemetry)
+    return Model(files.id, files, _maker(options.tokenizer or files.path), ChatTemplate.from_file(files.path))
+
+
+async def _attached_model(options: Options, telemetry: Telemetry) -> Model:
+    source: Path | str | None = options.tokenizer
+    if source is None:
+        with contextlib.suppress(MlcRouterError):  # a name that only the engines know
+            source = (await _fetch(options, telemetry)).path
+    if source is None:
+        return Model(None, None, None, None)
+    path = str(source)
+    chat = ChatTemplate.from_file(path) if path.endswith(".gguf") else None
+    return Model(None, None, _maker(path), chat)
+
+
+async def _fetch(options: Options, telemetry: Telemetry) -> ModelFiles:
     loop = asyncio.get_running_loop()
     left = False
 
     def progress(step: Progress) -> None:
         if left:
             raise _Left
-        loop.call_soon_threadsafe(functools.partial(_tell, telemetry, options, step))
-
-    def look() -> tuple[ModelFiles, ChatTemplate | None]:
-        files = resolve(options.model, progress)
-        return files, ChatTemplate.from_file(files.path)
+        loop.call_soon_threadsafe(_tell, telemetry, options, step)
 
     try:
-        files, chat = await in_thread(look)
+        return await in_thread(lambda: resolve(options.model, progress))
     finally:
         left = True
-    return Model(files.id, files, functools.cache(lambda: _tokenizer(options.tokenizer, files.path)), chat)
+
+
+def _maker(path: Path | str) -> Callable[[], Tokenizer]:
+    """Reads the tokenizer when it is first needed."""
+    return functools.cache(lambda: Tokenizer(os.path.expanduser(path)))
 
 
 def make_launcher(options: Options, model: Model) -> Launcher:
@@ -76,11 +94,6 @@ def threads_per_engine(engines: int) -> int:
     """An even share of the cores: two threads in each of several engines on few cores fight."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // engines)
-
-
-def _tokenizer(chosen: str | None, path: Path | None, model: str = "") -> Tokenizer:
-    """The tokenizer that was chosen, else the one in the model's file, else in the file of the model of that name."""
-    return Tokenizer(Path(chosen).expanduser() if chosen else path or resolve(model).path)
 
 
 def _tell(telemetry: Telemetry, options: Options, step: Progress) -> None:

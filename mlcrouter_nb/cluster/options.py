@@ -2,11 +2,13 @@
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..protocol.errors import ArgumentError
+from ..router.policy import Policy
 from .launchers.attach import check_url
 from .launchers.base import EngineSpec, World
 from .launchers.mlc import refuse
@@ -163,6 +165,20 @@ def _guess_kind(model: str) -> str:
 
     built_for_mlc = (Path(model).expanduser() / "mlc-chat-config.json").is_file()
     return "mlc" if built_for_mlc and importlib.util.find_spec("mlc_llm") is not None else "cpu"
+
+
+def check_policy(policy: Policy, parameters: Mapping[str, Any], options: Options) -> None:
+    """Raises `ArgumentError` for a policy that these engines cannot run, or a parameter that it has not."""
+    for name, value in parameters.items():
+        if name not in policy.parameters:
+            has = ", ".join(policy.parameters) or "none"
+            raise ArgumentError(f"policy '{policy.name}' has no parameter '{name}'; it has: {has}.")
+        policy.parameters[name].check(name, value)
+    if policy.name == "disagg" and policy.origin == "built-in" and len(options.slots) < 2:
+        raise ArgumentError(
+            "The policy disagg needs a prefill and a decode engine, and there is one engine: use roles 1P1D or more, "
+            "or the policy round-robin."
+        )
 
 
 def check_port_is_free(host: str, port: int) -> None:
