@@ -3,20 +3,32 @@
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from mlcrouter_nb.cluster import Cluster, current, service
 from mlcrouter_nb.cluster.launchers.base import World
 from mlcrouter_nb.cluster.launchers.cpu import CpuLauncher, CpuOptions
+from mlcrouter_nb.cluster.model import Model
 
 STAND_IN = Path(__file__).parent / "stand_in_engine.py"
 
 
 def stand_in_options(mode: str = "ok", silence: float = 30.0) -> CpuOptions:
-    return CpuOptions(
-        model_path=Path("none.gguf"), model_id="stand-in", command=(sys.executable, str(STAND_IN), mode), silence=silence
-    )
+    command = (sys.executable, str(STAND_IN), mode)
+    return CpuOptions(model_path=Path("none.gguf"), model_id="stand-in", command=command, silence=silence)
+
+
+class Words:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 @pytest.fixture
@@ -29,11 +41,36 @@ def launcher() -> Callable[..., CpuLauncher]:
     return make
 
 
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+    """`stand_ins("dies", roles="1P1D")`: a cluster, not started, whose engines are stand-ins of that mode."""
+    made: list[Cluster] = []
+
+    def make(mode: str = "ok", **arguments: Any) -> Cluster:
+        async def find_model(options: Any, telemetry: Any) -> Model:
+            return Model("stand-in", None, Words, None)
+
+        def make_launcher(options: Any, model: Model) -> CpuLauncher:
+            return CpuLauncher(stand_in_options(mode), options.new_world())
+
+        monkeypatch.setattr(service, "find_model", find_model)
+        monkeypatch.setattr(service, "make_launcher", make_launcher)
+        made.append(Cluster("stand-in", engine="cpu", **arguments))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.down_blocking(grace=0.0)
+    assert current.find() is None
+
+
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Logs go to a folder of the test's own."""
-    monkeypatch.setenv("MLCROUTER_CACHE", str(tmp_path))
-    return tmp_path
+def cache(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Logs go to a folder of the test's own, except where real engines need the weights."""
+    monkeypatch.delenv("MLCROUTER_ENGINE", raising=False)
+    monkeypatch.delenv("MLCROUTER_API_KEY", raising=False)
+    if request.node.get_closest_marker("engine") is None:
+        monkeypatch.setenv("MLCROUTER_CACHE", str(tmp_path))
 
 
 @pytest.fixture(autouse=True)

@@ -98,11 +98,18 @@ class Engine:
         await answer.prepare(request)
         for i, word in enumerate(words):
             last = i == len(words) - 1
-            choice = {"index": 0, "text": word + " ", "finish_reason": reason if last else None, "logprobs": None}
+            choice = {
+                "index": 0,
+                "text": word + " ",
+                "finish_reason": reason if last else None,
+                "logprobs": None,
+            }
             await answer.write(b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n")
             await asyncio.sleep(0.02)
         if (body.get("stream_options") or {}).get("include_usage"):
-            await answer.write(b"data: " + json.dumps({**head, "choices": [], "usage": usage}).encode() + b"\n\n")
+            await answer.write(
+                b"data: " + json.dumps({**head, "choices": [], "usage": usage}).encode() + b"\n\n"
+            )
         await answer.write(b"data: [DONE]\n\n")
         return answer
 

@@ -29,7 +29,9 @@ async def test_engines_start_side_by_side_and_stop(launcher: Launchers) -> None:
     assert [view.role for view in telemetry.snapshot().engines] == ["prefill", "decode"]
     assert all(engine.url.startswith("http://127.0.0.1:") for engine in engines)
     assert any("building kernels: 3 of 10" in str(event.data.get("detail")) for event in telemetry.events)
-    assert {os.getpgid(engine.pid) for engine in engines} == {engine.pid for engine in engines}, "sessions of their own"
+    assert {os.getpgid(engine.pid) for engine in engines} == {engine.pid for engine in engines}, (
+        "sessions of their own"
+    )
     assert time.monotonic() - begin < 10
     await stop_all(launcher(), engines, telemetry, grace=2)
     assert [engine.exited.result() for engine in engines] == [0, 0]
@@ -121,7 +123,10 @@ async def test_lines_are_whole_however_they_come(tmp_path: Path) -> None:
     lines: list[bytes] = []
     program = "import sys,time\nfor part in ('a','b\\nc','\\n'):\n sys.stdout.write(part); sys.stdout.flush(); time.sleep(.05)"
     child = ChildProcess(
-        ["python3", "-c", program], environment=dict(os.environ), log_path=tmp_path / "log", on_line=lines.append
+        ["python3", "-c", program],
+        environment=dict(os.environ),
+        log_path=tmp_path / "log",
+        on_line=lines.append,
     )
     assert await asyncio.wait_for(asyncio.shield(child.exited), 10) == 0
     await child.stop(1)

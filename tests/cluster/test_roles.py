@@ -25,7 +25,9 @@ def test_roles() -> None:
     assert [slot.role for slot in parse_roles("2")] == [None, None]
 
 
-@pytest.mark.parametrize("roles", ["0P1D", "1P0D", "0", "-1", "1P", "twelve", "", "1P2D3", "P1D1", "1.5", "99", "40P40D"])
+@pytest.mark.parametrize(
+    "roles", ["0P1D", "1P0D", "0", "-1", "1P", "twelve", "", "1P2D3", "P1D1", "1.5", "99", "40P40D"]
+)
 def test_what_cannot_be_is_named(roles: str) -> None:
     with pytest.raises(ArgumentError, match=f"roles '{roles}'"):
         parse_roles(roles)
