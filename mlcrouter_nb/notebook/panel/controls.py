@@ -34,7 +34,9 @@ class PolicyControls(ipywidgets.VBox):
     def update(self, view: PolicyView | None, names: list[str]) -> None:
         """Show this policy; only what differs from before is sent."""
         with self._push():
-            options = names if view is not None else ["", *names]
+            options = [(name, name) for name in names]
+            if view is None:
+                options.insert(0, ("what suits the roles", ""))
             if list(self._selector.options) != options:
                 self._selector.options = options
             self._selector.value = view.name if view is not None else ""

@@ -99,9 +99,10 @@ function build(el) {
   panel.boot = make("form", "mlcr-card mlcr-boot");
   panel.engines = make("div", "mlcr-engines");
 
-  panel.controls = make("div", "mlcr-card");
+  panel.controls = make("div", "mlcr-slot");
+  panel.doc = make("p", "mlcr-muted mlcr-note");
   panel.chart = buildChart();
-  panel.middle = make("div", "mlcr-middle", titled("Policy", panel.controls), titled("Requests in flight", panel.chart.box));
+  panel.middle = make("div", "mlcr-middle", titled("Policy", make("div", "mlcr-card", panel.controls, panel.doc)), titled("Requests in flight", panel.chart.box));
 
   panel.streams = make("ol", "mlcr-card mlcr-streams");
   panel.streams.setAttribute("aria-label", "Requests");
@@ -131,6 +132,7 @@ function drawPanel(panel, state, model) {
   if (off) drawBoot(panel.boot, state.boot, model);
   panel.engines.hidden = off;
   if (!off) drawEngines(panel.engines, state.engines);
+  write(panel.doc, state.doc ?? "");
   panel.chart.box.parentElement.hidden = off;
   panel.live.hidden = off || phase === "booting";
   if (!off) drawStreams(panel.streams, state);
@@ -251,10 +253,10 @@ function buildCard(engine, names) {
   card.port = make("span", "mlcr-muted");
   const name = make("span", "mlcr-name", `${engine.name} ${engine.role || ""}`.trim());
   card.figures = {};
-  const figures = make("dl", "mlcr-figures");
+  const figures = make("div", "mlcr-figures");
   for (const [key, title] of [["in_flight", "in flight"], ["waiting", "waiting tokens"], ["prefill", "prefill tok/s"], ["decode", "decode tok/s"]]) {
-    card.figures[key] = make("dd");
-    figures.append(make("div", "", make("dt", "", title), card.figures[key]));
+    card.figures[key] = make("span", "mlcr-number");
+    figures.append(make("div", "", make("span", "mlcr-caption", title), card.figures[key]));
   }
   card.pages = make("span", "mlcr-pages");
   card.bar = meter("KV pages in use");
@@ -357,10 +359,9 @@ function buildStream() {
 function drawStream(row, stream, names) {
   const running = stream.state === "running";
   row.root.dataset.state = stream.state;
-  row.root.className = `mlcr-stream ${hue(names, stream.route.split(" → ").at(-1))}`;
-  write(row.route, stream.route || "waiting");
+  drawRoute(row.route, stream.route, names);
   const facts = [];
-  if (stream.prompt !== null) facts.push(`${number(stream.prompt)} + ${number(stream.out)} tokens`);
+  facts.push(stream.prompt === null ? `${number(stream.out)} tokens` : `${number(stream.prompt)} + ${number(stream.out)} tokens`);
   if (stream.cached) facts.push(`${number(stream.cached)} cached`);
   if (stream.ttft !== null) facts.push(`TTFT ${seconds(stream.ttft)}`);
   if (stream.itl !== null) facts.push(`${seconds(stream.itl)} per token`);
@@ -370,6 +371,13 @@ function drawStream(row, stream, names) {
   drawParts(row.parts, stream.parts, names);
   write(row.text, stream.error || stream.text || (running ? "…" : ""));
   row.root.classList.toggle("mlcr-running", running);
+}
+
+function drawRoute(node, route, names) {
+  if (node.dataset.route === route) return;
+  node.dataset.route = route;
+  const steps = route ? route.split(" → ") : [];
+  node.replaceChildren(...(steps.length ? steps.flatMap((name, i) => [i ? " → " : "", make("span", hue(names, name), name)]) : ["waiting"]));
 }
 
 // The prompt from left to right: what was cached, what each engine prefilled
@@ -408,12 +416,12 @@ function drawHistory(chart, state, now) {
   const step = peak <= 4 ? 1 : Math.ceil(peak / 4);
   const most = Math.ceil(peak / step) * step;
   const x = (time) => left + ((width - left - right) * Math.max(0, time - (now - SPAN))) / SPAN;
-  const y = (count) => height - bottom - ((height - top - bottom) * count) / most;
+  const place = (count) => height - bottom - ((height - top - bottom) * count) / most;
   const marks = [];
   for (let count = 0; count <= most; count += step) {
     if (count % (step * Math.ceil(most / step / 4)) && count !== most) continue;
-    marks.push(svg("line", { class: "mlcr-grid", x1: left, x2: width - right, y1: y(count), y2: y(count) }));
-    marks.push(svg("text", { x: left - 6, y: y(count) + 4, "text-anchor": "end" }, count));
+    marks.push(svg("line", { class: "mlcr-grid", x1: left, x2: width - right, y1: place(count), y2: place(count) }));
+    marks.push(svg("text", { x: left - 6, y: place(count) + 4, "text-anchor": "end" }, count));
   }
   for (const [text, time, anchor] of [["-60 s", now - 60, "start"], ["-30 s", now - 30, "middle"], ["now", now, "end"]])
     marks.push(svg("text", { x: x(time), y: height - 4, "text-anchor": anchor }, text));
@@ -421,6 +429,9 @@ function drawHistory(chart, state, now) {
   const latest = state.engines ?? [];
   names.forEach((name, i) => {
     const value = latest[i].in_flight ?? 0;
+    // Equal counts would hide each other: each line lies a little beside its place.
+    const beside = (i - (names.length - 1) / 2) * Math.min(2, 8 / names.length);
+    const y = (count) => place(count) + beside;
     let path = "";
     for (const point of points) path += path ? `H${x(point[0]).toFixed(1)}V${y(point[i + 1]).toFixed(1)}` : `M${x(point[0]).toFixed(1)} ${y(point[i + 1]).toFixed(1)}`;
     path = path ? `${path}V${y(value).toFixed(1)}H${x(now).toFixed(1)}` : `M${x(now - SPAN)} ${y(value)}H${x(now)}`;

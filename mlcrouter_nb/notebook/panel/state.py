@@ -24,6 +24,7 @@ def panel_state(cluster: Cluster | None, snapshot: Snapshot | None) -> dict[str,
         "model": snapshot.model,
         "kind": " ".join([snapshot.kind, *sorted({e.kernels for e in snapshot.engines if e.kernels})]),
         "url": snapshot.url,
+        "doc": snapshot.policy.doc.partition("\n\n")[0] if snapshot.policy is not None else "",
         "engines": [engine_card(engine) for engine in snapshot.engines],
         "streams": streams + [stream_row(trace, trace.frozen_calls()) for trace in recent],
         "more": max(0, snapshot.in_flight - len(streams)),
@@ -64,10 +65,15 @@ def stream_row(request: StreamView | RequestTrace, calls: Iterable[CallTrace]) -
         "out": request.completion_tokens,
         "ttft": None if request.ttft_s is None else round(request.ttft_s, 4),
         "itl": None if request.itl_s is None else round(request.itl_s, 4),
-        "text": request.text[-TEXT:],
+        "text": tail(request.text),
         "error": request.error[:TEXT],
         "parts": prompt_parts(request.prompt_tokens, list(calls)),
     }
+
+
+def tail(text: str) -> str:
+    """The end of a text, from a word's begin."""
+    return text if len(text) <= TEXT else f"… {text[-TEXT:].partition(' ')[2]}"
 
 
 def prompt_parts(tokens: int | None, calls: Sequence[CallTrace]) -> list[tuple[str, int]]:
