@@ -5,6 +5,9 @@ assigned to, loops over a group); anything else is left to run time."""
 
 import ast
 from collections.abc import Iterator
+from difflib import get_close_matches
+
+from ..protocol.openai import ChatCompletionRequest, CompletionRequest
 
 # What each kind of object offers, and of which kind that is; "" is anything.
 ENDPOINT = {
@@ -12,14 +15,20 @@ ENDPOINT = {
     "in_flight": "", "waiting_tokens": "",
     "prep_recv": "kv", "remote_send": "", "start_generate": "stream", "complete": "stream",
 }  # fmt: skip
+REQUEST = (
+    "prompt", "text", "id", "session", "headers", "arrival", "chat", "kv_window_end", "body", "trace",
+    *CompletionRequest.model_fields, *ChatCompletionRequest.model_fields,
+)  # fmt: skip
 GROUP = {"least_loaded": "engine", "round_robin": "engine", "random": "engine"}
 KINDS: dict[str, dict[str, str]] = {
     "engines": {"prefill": "group", "decode": "group", "all": "group"},
     "group": GROUP,
     "engine": ENDPOINT,
+    "request": dict.fromkeys(REQUEST, ""),
     "kv": {"prefix_matched_length": "", "end": "", "endpoint": "engine"},
 }
 OWNERS = {
+    "request": "a request",
     "engines": "engines",
     "group": "a group of engines",
     "engine": "an engine",
@@ -33,7 +42,7 @@ def unknown_attributes(tree: ast.Module) -> Iterator[tuple[int, str, str, list[s
         if isinstance(node, ast.AsyncFunctionDef) and node.name == "route":
             arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args)][:2]
             if len(arguments) == 2:
-                kinds = {arguments[1]: "engines"}
+                kinds = {arguments[0]: "request", arguments[1]: "engines"}
                 learn_names(node, kinds)
                 yield from look(node, kinds)
 
@@ -99,5 +108,8 @@ def look(route: ast.AsyncFunctionDef, kinds: dict[str, str]) -> Iterator[tuple[i
         if isinstance(node, ast.Attribute):
             kind = kind_of(node.value, kinds)
             known = KINDS.get(kind)
-            if known is not None and node.attr not in known and not node.attr.startswith("__"):
+            if known is None or node.attr in known or node.attr.startswith("__"):
+                continue
+            # A client may send fields that only its engine knows, so an unknown one is wrong only if it looks so.
+            if kind != "request" or get_close_matches(node.attr, known, 1, 0.8):
                 yield node.lineno, OWNERS[kind], node.attr, sorted(known)

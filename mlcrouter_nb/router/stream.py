@@ -28,6 +28,7 @@ class Stream:
         self._request, self._verb, self._path, self._fields = request, verb, path, fields
         self._window, self._kv = window, kv
         self._call: Call | None = None
+        self._pumped: Call | None = None
         self._begun = False
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -38,7 +39,9 @@ class Stream:
 
     async def pump(self, sink: Callable[[Chunk], bool]) -> bool:
         """Hand the chunks to `sink`; see `Call.pump`. May be called again until it returns True."""
-        call = self._call if self._call is not None else await self._open()
+        if self._pumped is None:
+            self._pumped = await self._open()
+        call = self._pumped
         ended = await call.pump(sink)
         if ended:
             self._consumed()

@@ -246,6 +246,7 @@ class Connection(asyncio.Protocol):
         self._content_type = self._retry_after = b""
         self._framed = False  # the answer says where it ends
         self._complete = False
+        self._keep_alive = False
         self._parts: list[bytes] = []
         self.idle_since = 0.0
 
@@ -298,8 +299,7 @@ class Connection(asyncio.Protocol):
         call = self._call
         if self._complete and call is not None:
             self._call = None
-            reuse = self._parser.should_keep_alive() and not call.paused
-            if reuse:
+            if self._keep_alive and not call.paused:
                 self._pool.give_back(self)
             elif self._transport is not None:
                 self._transport.close()
@@ -337,6 +337,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = self._call is not None and self._call.status >= 200
+        self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it after this callback
 
     def _flush(self) -> None:
         parts, call = self._parts, self._call
