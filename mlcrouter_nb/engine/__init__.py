@@ -1,1 +1,1 @@
-"""The CPU engine: a program of its own that serves one model over HTTP. See docs for its parts."""
+"""The CPU engine: a program of its own that serves one model over HTTP."""

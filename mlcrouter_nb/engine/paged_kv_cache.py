@@ -1,8 +1,5 @@
-"""TVM's PagedKVCache with our attention.
-
-TVM owns the pages, forks, `popn` and KV transfer. It would attend in parts and merge them, whose bits depend on the
-parts; so its attention hooks run one kernel over all pages of each sequence instead (`kernels.attention`), and keys
-and values are always appended first."""
+"""TVM's PagedKVCache: pages, forks, `popn`, KV transfer. Attention itself is the model's (`kernels.attention`); this
+module tells it which pages each sequence has."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,17 +31,13 @@ def rope_table(config: ModelConfig) -> np.ndarray:
     return np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
 
-@dataclass
-class _Step:
-    """What the attention hooks need while a batch is computed; tensors are int32, None where there is no such task."""
+@dataclass(frozen=True)
+class Layout:
+    """A batch for the attention kernel, int32 tensors: tasks of one row, tasks of several, pages by sequence."""
 
-    slots: Any
-    table: Any
-    single: Any
+    singles: Any
     chunks: Any
-    longest: int
-    layer: int = 0  # the next layer that the ragged hook will be called for
-    attended: int = 0  # address of the pages of the layer that was attended to last
+    table: Any
 
 
 class PagedKVCache:
@@ -66,14 +59,9 @@ class PagedKVCache:
         self._rows = attention_rows
         self._threads = threads
         self._tables: dict[int, np.ndarray] = {}  # pages by sequence, as far as known
-        self._step: _Step | None = None
-        self._slots_probed: Any = None
-        self._layer_pages: list[Any] = [None] * config.num_layers
-        self._append = kernels["kv_append"]
-        self._attend_single, self._attend_chunks = kernels["attention_1"], kernels[f"attention_{attention_rows}"]
-        self._scale = config.head_dim**-0.5
+        self._probed: Any = None
+        self.pages: list[Any] = [None] * config.num_layers  # of each layer, for the attention kernel
         hook = tvm_ffi.convert
-        ignore = hook(lambda *_: None)
         self._cache = _builtin("paged_attention_kv_cache_create")(
             # The chunk bounds tables for whole sequences too, when their KV is sent.
             ShapeTuple([max_num_sequence, max_total_tokens, max(chunk_size, max_total_tokens), PAGE_SIZE, 0]),
@@ -91,30 +79,31 @@ class PagedKVCache:
             _tensor(np.zeros((), np.float32)),
             kernels["kv_append"],
             None,
-            ["tirx", hook(self._on_ragged)],
-            ["tirx", hook(self._on_paged_prefill)],
-            ["tirx", hook(self._on_decode)],
+            ["tirx", kernels["ragged_hook"]],
+            ["tirx", kernels["paged_hook"]],
+            ["tirx", kernels["decode_hook"]],
             [],
             [],
             [],
             [],
             [],
-            [ignore],  # merge: there are no parts
+            [kernels["merge_hook"]],
             kernels["rope_split"],
             kernels["copy_page"],
             hook(self._on_probe),
-            ignore,
+            hook(lambda *_: None),
         )
         self._probe = _builtin("attention_kv_cache_debug_get_kv")
         self._begin, self._end = _builtin("kv_state_begin_forward"), _builtin("kv_state_end_forward")
         self._available = _builtin("attention_kv_cache_get_num_available_pages")
         self._lengths: dict[int, int] = {}
         self.num_pages = self.free_pages()
+        self._find_pages()
 
     def close(self) -> None:
         """Free the pages. TVM's object and this one hold each other, so nobody else would."""
-        self._cache = self._step = None
-        self._layer_pages = []
+        self._cache = None
+        self.pages = []
 
     @property
     def handle(self) -> Any:
@@ -167,46 +156,41 @@ class PagedKVCache:
         """Send nothing of `seq` from now on."""
         self.mark_send(seq, _NO_SEND, [0], 0)
 
-    def begin(self, seqs: list[int], counts: list[int]) -> None:
+    def begin(self, seqs: list[int], counts: list[int]) -> Layout:
         """Reserve room for `counts` new tokens of `seqs` and lay out the attention's tasks."""
         self._begin(self._cache, ShapeTuple(seqs), ShapeTuple(counts))
-        single, chunks, tables, slots = [], [], [], []
-        row = offset = longest = 0
-        for seq, count in zip(seqs, counts, strict=True):
+        singles, chunks, tables = [], [], []
+        row = 0
+        for i, (seq, count) in enumerate(zip(seqs, counts, strict=True)):
             start = self._lengths[seq]
-            end = self._lengths[seq] = start + count
-            table = self._table(seq)
-            tables.append(table)
+            self._lengths[seq] = start + count
+            tables.append(self._table(seq))
             if count == 1:
-                single.append((row, 1, start, offset))
-                slots.append(table[start // PAGE_SIZE : start // PAGE_SIZE + 1] * PAGE_SIZE + start % PAGE_SIZE)
+                singles.append((row, 1, start, i))
             else:
-                for i in range(0, count, self._rows):
-                    chunks.append((row + i, min(self._rows, count - i), start + i, offset))
-                positions = np.arange(start, end, dtype=np.int32)
-                slots.append(table[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE)
+                for j in range(0, count, self._rows):
+                    chunks.append((row + j, min(self._rows, count - j), start + j, i))
             row += count
-            offset += len(table)
-            longest = max(longest, len(table))
-        self._step = _Step(
-            slots=_tensor(np.concatenate(slots)),
-            table=_tensor(np.concatenate(tables)),
-            single=self._tasks(single),
-            chunks=self._tasks(chunks),
-            longest=longest,
-        )
+        table = np.zeros((len(seqs), max(map(len, tables))), np.int32)
+        for i, pages in enumerate(tables):
+            table[i, : len(pages)] = pages
+        return Layout(self._tasks(singles), self._tasks(chunks), tvm_ffi.from_dlpack(table))
 
     def end(self) -> None:
         """The batch is computed."""
-        self._step = None
         self._end(self._cache)
 
     def _tasks(self, tasks: list[tuple[int, int, int, int]]) -> Any:
         """Tasks dealt out so that threads, which take even runs of them, get even work."""
-        if not tasks:
-            return None
         dealt = [task for thread in range(self._threads) for task in tasks[thread :: self._threads]]
-        return _tensor(np.array(dealt, np.int32))
+        return tvm_ffi.from_dlpack(np.array(dealt, np.int32).reshape(-1, 4))
+
+    def _find_pages(self) -> None:
+        """Learn where each layer's pages lie, with a sequence for the purpose."""
+        self.add(0)
+        self.prepare_recv(0, 1)
+        self._table(0)
+        self.remove(0)
 
     def _table(self, seq: int) -> np.ndarray:
         """The pages of `seq`, in order; TVM is asked about new ones only."""
@@ -217,42 +201,10 @@ class PagedKVCache:
             shape = (self._config.num_layers, end - start, self._config.num_kv_heads, self._config.head_dim)
             unused = tvm.runtime.empty(shape, "float32", tvm.cpu())  # the call wants it; nobody touches it
             self._probe(self._cache, seq, start, end, unused, unused)
-            table = self._tables[seq] = np.concatenate([table, self._slots_probed[::PAGE_SIZE] // PAGE_SIZE])
+            table = self._tables[seq] = np.concatenate([table, self._probed[::PAGE_SIZE] // PAGE_SIZE])
         return table
 
     def _on_probe(self, pages: Any, slots: Any, _k: Any, _v: Any, layer: int) -> None:
-        self._layer_pages[layer] = pages
+        self.pages[layer] = pages
         if layer == 0:
-            self._slots_probed = slots.numpy()
-
-    # Hooks, called by TVM once or more per layer. In a batch with a chunk TVM calls `ragged` first, and appends last:
-    # a second time, the same values. In a batch of single tokens it appends first, then calls a hook per level of forks.
-    def _on_ragged(
-        self, q: Any, _qi: Any, k: Any, v: Any, _ki: Any, _qr: Any, _kr: Any, o: Any, *_: Any
-    ) -> None:
-        step = self._step
-        pages = self._layer_pages[step.layer]
-        step.layer += 1
-        self._append(pages, k, v, step.slots)
-        self._attend(q, pages, o)
-
-    def _on_paged_prefill(
-        self, q: Any, _qi: Any, pages: Any, _pi: Any, _pv: Any, _li: Any, _kr: Any, _qr: Any, o: Any, *_: Any
-    ) -> None:
-        self._attend(q, pages, o)
-
-    def _on_decode(
-        self, q: Any, pages: Any, _pi: Any, _pv: Any, _li: Any, _kr: Any, _qr: Any, o: Any, *_: Any
-    ) -> None:
-        self._attend(q, pages, o)
-
-    def _attend(self, q: Any, pages: Any, o: Any) -> None:
-        step = self._step
-        address = pages.data_ptr()
-        if step.attended == address:
-            return
-        step.attended = address
-        if step.single is not None:
-            self._attend_single(q, pages, step.single, step.table, o, step.longest, self._scale)
-        if step.chunks is not None:
-            self._attend_chunks(q, pages, step.chunks, step.table, o, step.longest, self._scale)
+            self._probed = slots.numpy()

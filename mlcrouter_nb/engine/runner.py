@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+import tvm_ffi
 
 from ..models.gguf import GgufFile, ModelConfig
 from ..protocol.errors import ArgumentError, MlcRouterError
@@ -14,7 +15,7 @@ from ..protocol.progress import OnProgress, Progress, ignore_progress
 from .build import ensure_built
 from .kernels.kernel_set import select_kernels
 from .kernels.paging import PAGE_SIZE
-from .paged_kv_cache import PagedKVCache
+from .paged_kv_cache import Layout, PagedKVCache
 from .weights import Embedding, GgufTensors, read_packed
 
 
@@ -80,8 +81,8 @@ class ModelRunner:
         seqs = [seq for seq, _ in batch]
         counts = [len(tokens) for _, tokens in batch]
         ids = np.array([token for _, tokens in batch for token in tokens])
-        self._cache.begin(seqs, counts)
-        hidden = self._run(self._embedding.lookup(ids), len(ids))
+        layout = self._cache.begin(seqs, counts)
+        hidden = self._run(self._embedding.lookup(ids), layout)
         self._cache.end()
         last = np.cumsum(counts) - 1
         rows = np.from_dlpack(hidden)[last]
@@ -92,11 +93,28 @@ class ModelRunner:
         return next((tile for tile in self._tiles if tile >= rows), self._tiles[-1])
 
     def _padded(self, rows: np.ndarray, tile: int) -> Any:
-        missing = -len(rows) % tile
-        if missing:
-            rows = np.concatenate([rows, np.zeros((missing, rows.shape[1]), np.float32)])
-        return tvm.runtime.tensor(rows, tvm.cpu())
+        """`rows` and zeros up to a multiple of `tile`, in memory aligned for the kernels."""
+        height = len(rows) + -len(rows) % tile
+        padded = aligned_zeros((height, rows.shape[1]))
+        padded[: len(rows)] = rows
+        return tvm_ffi.from_dlpack(padded)
 
-    def _run(self, embedded: np.ndarray, rows: int) -> Any:
-        tile = self._tile(rows)
-        return self._layers[tile](self._padded(embedded, tile), self._cache.handle, self._parameters)
+    def _run(self, embedded: np.ndarray, layout: Layout) -> Any:
+        tile = self._tile(len(embedded))
+        return self._layers[tile](
+            self._padded(embedded, tile),
+            self._cache.handle,
+            self._cache.pages,
+            layout.singles,
+            layout.chunks,
+            layout.table,
+            self._parameters,
+        )
+
+
+def aligned_zeros(shape: tuple[int, int]) -> np.ndarray:
+    """Float32 zeros that begin at a multiple of 64 bytes, as vector loads may expect."""
+    size = shape[0] * shape[1]
+    memory = np.zeros(size + 16, np.float32)
+    start = -(memory.ctypes.data // 4) % 16
+    return memory[start : start + size].reshape(shape)

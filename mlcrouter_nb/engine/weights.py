@@ -46,7 +46,9 @@ class GgufTensors:
         try:
             return self.file.tensors[name]
         except KeyError:
-            raise ArgumentError(f"{self.path} has no tensor '{name}'; it is not a whole Llama model.") from None
+            raise ArgumentError(
+                f"{self.path} has no tensor '{name}'; it is not a whole Llama model."
+            ) from None
 
     def vector(self, name: str) -> np.ndarray:
         """A float32 vector."""
@@ -142,7 +144,9 @@ def _llama_parameters(
             tensors.bits(name)
             blocks = tensors.blocks(name)
             parts.append(
-                pack_matrix(kernels, split_half_rows(blocks, heads) if heads else blocks, tensors.info(name).type)
+                pack_matrix(
+                    kernels, split_half_rows(blocks, heads) if heads else blocks, tensors.info(name).type
+                )
             )
         for field in ("weight", "scale", "minimum"):
             yield f"{target}.{field}", np.concatenate([getattr(part, field) for part in parts])

@@ -1,6 +1,7 @@
 """Llama in `relax.frontend.nn`, on quantised matmuls and TVM's paged KV cache."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
@@ -8,7 +9,9 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import Tensor, op
 
 from ...models.gguf import ModelConfig
+from ..kernels.attention import attention
 from ..kernels.kernel_set import KernelSet
+from ..kernels.paging import PAGE_SIZE
 from ..kernels.quantize import quantize
 from ..kernels.vector import GROUP, LANES
 
@@ -30,7 +33,9 @@ class QuantizedLinear(nn.Module):
         name = f"matmul_{self.rows}x{self.columns}_{self.bits}bit_{tile}rows{'_residual' if added else ''}"
         kernel = self.kernels.matmul(self.rows, self.columns, self.bits, tile, added, name)
         arguments = [*x, self.weight, self.scale, self.minimum, residual if added else x[1]]
-        return op.tensor_ir_op(kernel, name, arguments, Tensor.placeholder((x[0].shape[0], self.rows), "float32"))
+        return op.tensor_ir_op(
+            kernel, name, arguments, Tensor.placeholder((x[0].shape[0], self.rows), "float32")
+        )
 
 
 def quantized(x: Tensor, columns: int, mode: str, weight: Tensor, epsilon: float = 0.0) -> Activations:
@@ -49,24 +54,41 @@ def quantized(x: Tensor, columns: int, mode: str, weight: Tensor, epsilon: float
     )
 
 
-def cached_attention(qkv: Tensor, cache: nn.Object, layer: int, config: ModelConfig) -> Tensor:
-    """qkv `[M, (heads + 2 kv_heads) * head_dim]` through the cache: rope, append, KV transfer, attention."""
+@dataclass(frozen=True)
+class Batch:
+    """Where a batch's keys and values lie: see `kernels.attention`; `pages` has one tensor per layer."""
+
+    cache: nn.Object
+    pages: list[Tensor]
+    singles: Tensor
+    chunks: Tensor
+    table: Tensor
+
+
+def cached_attention(qkv: Tensor, batch: Batch, layer: int, config: ModelConfig, rows_at_once: int) -> Tensor:
+    """qkv `[M, (heads + 2 kv_heads) * head_dim]` to attended values `[M, heads * head_dim]`.
+
+    TVM's cache rotates, appends to the pages, writes to peers, and returns the rotated queries (`kernels.hooks`)."""
     rows = qkv.shape[0]
     heads, head_dim = config.num_heads, config.head_dim
     qkv = qkv.reshape(rows, heads + 2 * config.num_kv_heads, head_dim)
     call = relax.call_dps_packed(
         "vm.builtin.attention_kv_cache_attention_with_fused_qkv",
-        [cache._expr, relax.prim_value(layer), relax.prim_value(head_dim**-0.5), qkv._expr],
+        [batch.cache._expr, relax.prim_value(layer), relax.prim_value(head_dim**-0.5), qkv._expr],
         out_ty=relax.TensorType((rows, heads, head_dim), "float32"),
     )
-    return Tensor(_expr=relax.BlockBuilder.current().emit(call)).reshape(rows, heads * head_dim)
+    rotated = Tensor(_expr=relax.BlockBuilder.current().emit(call))
+    name = f"attention_{rows_at_once}rows"
+    kernel = attention(heads, config.num_kv_heads, head_dim, rows_at_once, name)
+    arguments = [rotated, batch.pages[layer], batch.singles, batch.chunks, batch.table]
+    return op.tensor_ir_op(kernel, name, arguments, rotated).reshape(rows, heads * head_dim)
 
 
 class LlamaLayer(nn.Module):
     """Attention and gated MLP, each after a norm and added to its input."""
 
     def __init__(self, kernels: KernelSet, config: ModelConfig, bits: Callable[[str], int]) -> None:
-        self.config = config
+        self.kernels, self.config = kernels, config
         hidden, inner = config.hidden_size, config.intermediate_size
         attended = config.num_heads * config.head_dim
         self.attention_norm = nn.Parameter((hidden,), dtype="float32")
@@ -77,11 +99,11 @@ class LlamaLayer(nn.Module):
         self.gate_up = QuantizedLinear(kernels, hidden, 2 * inner, bits("gate_up"))
         self.down = QuantizedLinear(kernels, inner, hidden, bits("down"))
 
-    def forward(self, x: Tensor, cache: nn.Object, layer: int, tile: int) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, layer: int, tile: int) -> Tensor:
         config = self.config
         hidden, inner, epsilon = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         normed = quantized(x, hidden, "rms_norm", self.attention_norm, epsilon)
-        attended = cached_attention(self.qkv(normed, tile), cache, layer, config)
+        attended = cached_attention(self.qkv(normed, tile), batch, layer, config, self.kernels.attention_rows)
         width = config.num_heads * config.head_dim
         x = self.output(quantized(attended, width, "plain", self.attention_norm), tile, x)
         normed = quantized(x, hidden, "rms_norm", self.mlp_norm, epsilon)
@@ -98,10 +120,10 @@ class Llama(nn.Module):
         self.norm = nn.Parameter((config.hidden_size,), dtype="float32")
         self.head = QuantizedLinear(kernels, config.hidden_size, config.vocab_size, bits("head"))
 
-    def decode_layers(self, x: Tensor, cache: nn.Object, tile: int) -> Tensor:
+    def decode_layers(self, x: Tensor, batch: Batch, tile: int) -> Tensor:
         """Hidden states `[M, hidden]` through all layers."""
         for i, layer in enumerate(self.layers):
-            x = layer(x, cache, i, tile)
+            x = layer(x, batch, i, tile)
         return x
 
     def logits(self, x: Tensor, tile: int) -> Tensor:
@@ -110,30 +132,41 @@ class Llama(nn.Module):
         return self.head(quantized(x, config.hidden_size, "rms_norm", self.norm, config.rms_norm_eps), tile)
 
     def export(self) -> tuple[Any, list[str]]:
-        """A Relax module with `layers_<tile>(x, cache, parameters)` and `logits_<tile>(x, parameters)` for each tile,
+        """A Relax module with `layers_<tile>(x, cache, pages, singles, chunks, table, parameters)` and `logits_<tile>(x, parameters)` for each tile,
         and the parameters' names in their order."""
+        config = self.config
         modes = {"param_mode": "packed", "effect_mode": "none"}
-        rows = lambda: nn.spec.Tensor(["rows", self.config.hidden_size], "float32")  # noqa: E731
+        page = ["num_pages", 2, config.num_kv_heads, PAGE_SIZE, config.head_dim]
         spec: dict[str, Any] = {}
         for tile in self.kernels.row_tiles:
-            self.__dict__[f"layers_{tile}"] = _with_tile(self.decode_layers, tile)
-            self.__dict__[f"logits_{tile}"] = _without_cache(self.logits, tile)
-            cache = nn.spec.Object(object_type=nn.Object)
-            spec[f"layers_{tile}"] = {"x": rows(), "cache": cache, "$": dict(modes)}
-            spec[f"logits_{tile}"] = {"x": rows(), "$": dict(modes)}
+            self.__dict__[f"layers_{tile}"] = _layers_function(self, tile)
+            self.__dict__[f"logits_{tile}"] = _logits_function(self, tile)
+            x = nn.spec.Tensor(["rows", config.hidden_size], "float32")
+            spec[f"layers_{tile}"] = {
+                "x": x,
+                "cache": nn.spec.Object(object_type=nn.Object),
+                "pages": [nn.spec.Tensor(page, "float32")] * config.num_layers,
+                "singles": nn.spec.Tensor(["num_singles", 4], "int32"),
+                "chunks": nn.spec.Tensor(["num_chunks", 4], "int32"),
+                "table": nn.spec.Tensor(["num_sequences", "longest"], "int32"),
+                "$": dict(modes),
+            }
+            spec[f"logits_{tile}"] = {"x": x, "$": dict(modes)}
         module, parameters = self.export_tvm(spec=nn.spec.ModuleSpec.from_raw(spec, self))
         return module, [name for name, _ in parameters]
 
 
-def _with_tile(function: Callable[..., Tensor], tile: int) -> Callable[..., Tensor]:
-    def layers(x: Tensor, cache: nn.Object) -> Tensor:
-        return function(x, cache, tile)
+def _layers_function(model: Llama, tile: int) -> Callable[..., Tensor]:
+    def layers(
+        x: Tensor, cache: nn.Object, pages: list[Tensor], singles: Tensor, chunks: Tensor, table: Tensor
+    ) -> Tensor:
+        return model.decode_layers(x, Batch(cache, pages, singles, chunks, table), tile)
 
     return layers
 
 
-def _without_cache(function: Callable[..., Tensor], tile: int) -> Callable[..., Tensor]:
+def _logits_function(model: Llama, tile: int) -> Callable[..., Tensor]:
     def logits(x: Tensor) -> Tensor:
-        return function(x, tile)
+        return model.logits(x, tile)
 
     return logits

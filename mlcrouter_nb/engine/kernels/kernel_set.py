@@ -13,10 +13,12 @@ from tvm.target import codegen
 
 from ...protocol.errors import ArgumentError
 from . import matmul_generic, matmul_vnni
-from .attention import attention, decode_attention
+from .hooks import attention_hooks
 from .paging import copy_page, copy_rows, kv_append, rope_split
 
-_VNNI_FLAGS = frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx2 bmi1 bmi2 f16c fma".split())
+_VNNI_FLAGS = frozenset(
+    "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx2 bmi1 bmi2 f16c fma".split()
+)
 _HASWELL_FLAGS = frozenset("avx2 bmi1 bmi2 f16c fma movbe".split())
 
 
@@ -27,7 +29,7 @@ class KernelSet:
     name: str
     cpu: str
     row_tiles: tuple[int, ...]  # rows that a matmul handles at once, ascending; one compiled model each
-    attention_rows: int  # query rows of a prefill task, at most
+    attention_rows: int  # query rows of a chunk that share the attention's loads, at most
     matmul_module: ModuleType
 
     @property
@@ -62,8 +64,7 @@ class KernelSet:
             "kv_append": kv_append(kv_heads, head_dim),
             "copy_rows": copy_rows(kv_heads, head_dim),
             "copy_page": copy_page(kv_heads, head_dim),
-            "attention_1": decode_attention(heads, kv_heads, head_dim),
-            "attention": attention(heads, kv_heads, head_dim, self.attention_rows),
+            **attention_hooks(heads, head_dim),
         }
 
 
@@ -96,7 +97,9 @@ def select_kernels(name: str = "auto") -> KernelSet:
     if name == "avx512-vnni":
         if not has_vnni:
             missing = ", ".join(sorted(_VNNI_FLAGS - cpu_flags()))
-            raise ArgumentError(f"This CPU cannot run the kernels avx512-vnni (it lacks {missing}); use generic.")
+            raise ArgumentError(
+                f"This CPU cannot run the kernels avx512-vnni (it lacks {missing}); use generic."
+            )
         return KernelSet(name, "cascadelake", (1, 2, 4, 8), 4, matmul_vnni)
     if name == "generic":
         return KernelSet(name, _generic_cpu(), (1, 2, 4), 2, matmul_generic)

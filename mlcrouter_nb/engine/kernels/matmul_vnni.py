@@ -108,8 +108,12 @@ def matmul(rows: int, columns: int, bits: int, tile: int, residual: bool, name: 
                             acc[m, lanes(0)] = (
                                 acc[m, lanes(0)]
                                 + T.Cast("float32x16", w_scale[block, g, lanes(0)])
-                                * (T.Cast("float32x16", dot[m, lanes(0)]) * splat(x_scale[step * tile + m, g]))
-                                + T.Cast("float32x16", w_min[block, g, lanes(0)]) * splat(x_sum[step * tile + m, g])
+                                * (
+                                    T.Cast("float32x16", dot[m, lanes(0)])
+                                    * splat(x_scale[step * tile + m, g])
+                                )
+                                + T.Cast("float32x16", w_min[block, g, lanes(0)])
+                                * splat(x_sum[step * tile + m, g])
                             )
                     for m in T.unroll(tile):
                         if residual:

@@ -1,4 +1,4 @@
-"""KV pages: rope and split, append, copy.
+"""What the KV cache calls for each layer: rope and split, append, copy.
 
 A layer's pages are `[pages, 2, kv heads, 16, head_dim]` float32. Keys lie transposed in theirs, as
 `[head_dim][16]`, so that one load takes one feature of 16 keys; values lie row by row."""
@@ -91,11 +91,13 @@ def kv_append(kv_heads: int, head_dim: int) -> Any:
                 if position[m] != -1:
                     for h in T.serial(kv_heads):
                         for d in T.serial(head_dim):
-                            pages[position[m] // 16, 0, h, d // vectors, d % vectors * 16 + position[m] % 16] = k[m, h, d]
-                        for j in T.unroll(vectors):
                             pages[
-                                position[m] // 16, 1, h, position[m] % 16, lanes(j * 16)
-                            ] = v[m, h, lanes(j * 16)]
+                                position[m] // 16, 0, h, d // vectors, d % vectors * 16 + position[m] % 16
+                            ] = k[m, h, d]
+                        for j in T.unroll(vectors):
+                            pages[position[m] // 16, 1, h, position[m] % 16, lanes(j * 16)] = v[
+                                m, h, lanes(j * 16)
+                            ]
 
     return kernel
 
@@ -114,7 +116,9 @@ def copy_rows(kv_heads: int, head_dim: int) -> Any:
         from_offset = T.int64()
         target_offset = T.int64()
         source_offset = T.int64()
-        to = T.match_buffer(to_handle, (P, 2, kv_heads, PAGE_SIZE, head_dim), "float32", elem_offset=to_offset)
+        to = T.match_buffer(
+            to_handle, (P, 2, kv_heads, PAGE_SIZE, head_dim), "float32", elem_offset=to_offset
+        )
         fro = T.match_buffer(
             from_handle, (Q, 2, kv_heads, PAGE_SIZE, head_dim), "float32", elem_offset=from_offset
         )
@@ -144,7 +148,7 @@ def copy_page(kv_heads: int, head_dim: int) -> Any:
 
     @T.prim_func(s_tir=True)
     def kernel(pages_handle: T.handle, source: T.int64, target: T.int64, rows: T.int64):
-        T.func_attr({"tirx.is_scheduled": True, "global_symbol": "copy_page"})
+        T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True, "global_symbol": "copy_page"})
         P = T.int64()
         offset = T.int64()
         pages = T.match_buffer(
