@@ -89,15 +89,23 @@ class Scheduler:
         self._waiting.appendleft(job)
         self._blocked = False
 
-    def abort(self, job: Job) -> None:
-        """Forget a job in whatever state; its pages are free at once. Idempotent."""
-        if job.state is not State.ENDED:
-            self._release(job)
+    def abort(self, *jobs: Job) -> None:
+        """Forget jobs in whatever state; their pages are free at once. Idempotent."""
+        for job in jobs:
+            if job.state is not State.ENDED:
+                self._release(job)
 
     def abort_all(self) -> None:
         """Forget every job."""
         for job in [*self._waiting, *self._receiving, *self._running]:
             self._release(job)
+
+    def fail_all(self, error: MlcRouterError) -> list[tuple[Job, Event]]:
+        """End every job with an error, after something unforeseen; returns the events."""
+        for job in [*self._waiting, *self._receiving, *self._running]:
+            self._fail(job, error)
+        events, self._events = self._events, []
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -148,7 +156,8 @@ class Scheduler:
             try:
                 admitted = self._take_in(job)
             except Exception as error:
-                self._fail(job, MlcRouterError(f"The request could not be admitted: {error}"))
+                refused = error if isinstance(error, MlcRouterError) else None
+                self._fail(job, refused or MlcRouterError(f"The request could not be admitted: {error}"))
                 continue
             if not admitted and not self._placed():
                 self._fail(job, MlcRouterError("There are too few KV pages for this request."))
