@@ -101,7 +101,7 @@ class Submission:
 
 
 async def chunks_of(
-    router: Router, body: CompletionRequest | ChatCompletionRequest, policy: str | None
+    router: Router, body: CompletionRequest | ChatCompletionRequest | dict[str, Any], policy: str | None
 ) -> AsyncGenerator[Chunk, None]:
     """The chunks of a request, which begins when the first is asked for; runs on the router's loop."""
     async with router.stream(body, policy=policy) as chunks:

@@ -14,7 +14,8 @@ import time
 
 from aiohttp import web
 
-RHYME = "Humpty Dumpty sat on a wall and had a great fall".split()
+RHYME = ["Humpty", "Dumpty", "sat", "on", "a", "wall", "and", "had", "a", "great", "fall"]
+FIRST_WORD = 10_000  # token ids from here on are words of the rhyme
 
 
 def watch_stdin() -> None:
@@ -48,7 +49,7 @@ class Engine:
         app.router.add_post("/microserving/abort", self.abort)
         return app
 
-    async def list_calls(self) -> web.Response:
+    async def list_calls(self, request: web.Request) -> web.Response:
         return web.json_response(self.calls)
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -79,20 +80,28 @@ class Engine:
         self.reserved.discard(body["user"])
         return web.json_response({})
 
+    def words(self, prompt: object, count: int) -> list[str]:
+        """The next words of the rhyme after those that the prompt's token ids already name."""
+        done = sum(id >= FIRST_WORD for id in prompt) if isinstance(prompt, list) else 0
+        return RHYME[done : done + count]
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.calls.append([request.path.rpartition("/")[2], body.get("user"), body.get("begin")])
         self.reserved.discard(body.get("user") or "")
         self.streams += 1
         preempt = self.mode == "preempts" and self.streams == 1
-        words = RHYME[: body.get("max_tokens") or 5]
-        if isinstance(body["prompt"], list):  # go on where a re-run's prompt leaves off
-            words = words[: 3 if preempt else None]
+        words = self.words(body["prompt"], 2 if preempt else body.get("max_tokens") or 5)
         reason = "preempt" if preempt else "length"
         usage = {"prompt_tokens": 4, "completion_tokens": len(words), "total_tokens": 4 + len(words)}
         head = {"id": body.get("user") or "x", "object": "text_completion", "created": 1, "model": "stand-in"}
         if not body.get("stream"):
-            choice = {"index": 0, "text": " ".join(words), "finish_reason": reason, "logprobs": None}
+            choice = {
+                "index": 0,
+                "text": "".join(word + " " for word in words),
+                "finish_reason": reason,
+                "logprobs": None,
+            }
             return web.json_response({**head, "choices": [choice], "usage": usage})
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
@@ -101,6 +110,7 @@ class Engine:
             choice = {
                 "index": 0,
                 "text": word + " ",
+                "token_ids": [FIRST_WORD + RHYME.index(word)],
                 "finish_reason": reason if last else None,
                 "logprobs": None,
             }
@@ -115,6 +125,10 @@ class Engine:
 
 
 async def serve(mode: str, host: str, port: int) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if mode != "deaf":
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
     runner = web.AppRunner(Engine(mode).app(), shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
@@ -124,10 +138,6 @@ async def serve(mode: str, host: str, port: int) -> None:
     print("not JSON: some library says hello", flush=True)
     tell(event="ready", url=url, port=port, kernels="none", kv_pages=100, page_size=16, context_length=512)
     print("ready", file=sys.stderr, flush=True)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    if mode != "deaf":
-        loop.add_signal_handler(signal.SIGTERM, stop.set)
     if mode == "dies":
         await asyncio.sleep(0.5)
         print("out of cheese", file=sys.stderr, flush=True)

@@ -97,7 +97,7 @@ def test_a_cancelled_submission_frees_everything(stand_ins: StandIns) -> None:
 async def test_a_cancelled_ask_frees_everything(stand_ins: StandIns) -> None:
     async with stand_ins(roles="1P1D") as cluster:
         asking = asyncio.create_task(cluster.ask("Who?", max_tokens=11))
-        while not cluster.telemetry.live:
+        while not cluster.telemetry.live:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -100,14 +100,14 @@ async def test_a_fork_of_the_parent_does_not_hold_the_pipe(launcher: Launchers) 
     await boot(launcher("deaf"), SPECS[:1], telemetry, engines)
     fork = os.fork()
     if fork == 0:
-        time.sleep(10)
+        time.sleep(10)  # noqa: ASYNC251  (another process)
         os._exit(0)
     try:
         engines[0]._child._stdin.close()
         await asyncio.wait_for(asyncio.shield(engines[0].exited), 3)
     finally:
         os.kill(fork, signal.SIGKILL)
-        os.waitpid(fork, 0)
+        os.waitpid(fork, 0)  # noqa: ASYNC222
         await stop_all(launcher(), engines, telemetry, grace=0.1)
 
 

@@ -98,7 +98,7 @@ async def test_run_from_another_loop(thread: LoopThread) -> None:
 async def test_a_cancellation_crosses_loops(thread: LoopThread) -> None:
     sleeper = Sleeper()
     waiting = asyncio.create_task(thread.run(sleeper()))
-    while not sleeper.started.is_set():
+    while not sleeper.started.is_set():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
