@@ -112,7 +112,7 @@ class Delivery:
             return "constrained output cannot be resumed in its middle"
         if len(self._sources) > 1:
             return "the policy has mixed several streams"
-        return ""
+        return self.request.why_not_continuable(self._ids is not None)
 
     def sent(self, tokenizer: Any) -> tuple[str, list[int] | None, int]:
         """What the client has got in all attempts: text, token ids (None: unknown), and their number."""

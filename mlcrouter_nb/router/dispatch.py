@@ -39,13 +39,18 @@ async def attempt(request: Request, engines: Engines, delivery: Delivery, stall_
         delivery.end()
     except NOT_ITS_FAULT:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise policy.failure(error) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if request.left or (task is not None and task.cancelling()):
+            raise
+        raise policy.failure(error) from error  # nobody cancelled us: the policy raised it
 
 
 async def _take_result(result: Any, request: Request, delivery: Delivery, stall_s: float) -> None:
     if isinstance(result, Stream):
-        await _take_stream(result, delivery)
+        await result.pass_on(delivery.deliver, delivery.sink.ready)
     elif isinstance(result, AsyncIterator):
         await _take_all(result, request, delivery, stall_s)
     elif result is None:
@@ -67,7 +72,7 @@ async def _take_all(chunks: AsyncIterator[Any], request: Request, delivery: Deli
                         if not delivery.deliver(item):
                             await delivery.sink.ready()
                     elif isinstance(item, Stream):
-                        await _take_stream(item, delivery)
+                        await item.pass_on(delivery.deliver, delivery.sink.ready)
                     else:
                         raise MlcRouterError(f"route yielded {_name(item)}; yield chunks or streams.")
                     request.progress = asyncio.get_running_loop().time()
@@ -88,12 +93,6 @@ async def _close(close: Any, watch: "_Watch | None") -> None:
     except RuntimeError:
         if watch is None or watch.line is None:  # "asynchronous generator ignored GeneratorExit"
             raise
-
-
-async def _take_stream(stream: Stream, delivery: Delivery) -> None:
-    """A whole stream: its chunks go from the engine's connection to the sink, this task only waits for the end."""
-    while not await stream.pump(delivery.deliver):
-        await delivery.sink.ready()
 
 
 class _Watch:

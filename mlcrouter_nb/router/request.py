@@ -135,6 +135,17 @@ class Request:
         fields = self.body | self._ours()
         return ("/v1/chat/completions" if self.chat else "/v1/completions"), fields
 
+    def why_not_continuable(self, ids_known: bool) -> str:
+        """Why no prompt can be made of the request's and what was sent; "" if it can."""
+        if self.chat and self._prompts.chat is None:
+            return "the router has no chat template for this model"
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) and len(prompt) > 1:
+            return "it has several prompts"
+        if isinstance(prompt, list) and not ids_known and self._prompts.tokenizer is None:
+            return "a prompt of token ids needs a tokenizer for that (--tokenizer PATH)"
+        return ""
+
     def resume(self, text: str, ids: list[int] | None, tokens: int) -> None:
         """Go on after what the client has got: its text, its token ids if they are known, and their number."""
         self._sent_text, self._sent_ids, self._sent_tokens = text, ids, tokens

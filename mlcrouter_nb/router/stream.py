@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import MlcRouterError
@@ -28,7 +28,6 @@ class Stream:
         self._request, self._verb, self._path, self._fields = request, verb, path, fields
         self._window, self._kv = window, kv
         self._call: Call | None = None
-        self._pumped: Call | None = None
         self._begun = False
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -37,15 +36,14 @@ class Stream:
             yield chunk
         self._consumed()
 
-    async def pump(self, sink: Callable[[Chunk], bool]) -> bool:
-        """Hand the chunks to `sink`; see `Call.pump`. May be called again until it returns True."""
-        if self._pumped is None:
-            self._pumped = await self._open()
-        call = self._pumped
-        ended = await call.pump(sink)
-        if ended:
-            self._consumed()
-        return ended
+    async def pass_on(self, deliver: Callable[[Chunk], bool], ready: Callable[[], Awaitable[None]]) -> None:
+        """Hand each chunk to `deliver` where its bytes arrive; this task only waits for the end.
+
+        Where `deliver` answers False nothing more is read until `ready` has returned."""
+        call = await self._open()
+        while not await call.pump(deliver):
+            await ready()
+        self._consumed()
 
     def close(self) -> None:
         """Leave the stream: the engine stops and frees its KV."""
