@@ -26,9 +26,17 @@ from .kernels.kernel_set import KernelSet
 
 _STEPS = 4
 _DEADLINE_S = 600.0
-_SHAPE_FIELDS = (
-    "architecture num_layers hidden_size intermediate_size num_heads num_kv_heads head_dim vocab_size rms_norm_eps"
-).split()
+_SHAPE_FIELDS = [
+    "architecture",
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+]
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,14 @@ class PagedKVCache:
         """The batch is computed."""
         self._end(self._cache)
 
+    def restore(self, seqs: list[int], lengths: list[int]) -> None:
+        """After a failed batch: sequences as long as before it, as far as TVM had let them grow."""
+        for seq, before in zip(seqs, lengths, strict=True):
+            grown = int(_builtin("attention_kv_cache_get_sequence_length")(self._cache, seq)) - before
+            if grown > 0:
+                _builtin("kv_state_popn")(self._cache, seq, grown)
+            self._lengths[seq], self._tables[seq] = before, self._tables[seq][: before // PAGE_SIZE]
+
     def _tasks(self, tasks: list[tuple[int, int, int, int]]) -> Any:
         """Tasks dealt out so that threads, which take even runs of them, get even work."""
         dealt = [task for thread in range(self._threads) for task in tasks[thread :: self._threads]]

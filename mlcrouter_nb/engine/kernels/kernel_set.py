@@ -17,9 +17,21 @@ from .hooks import attention_hooks
 from .paging import copy_page, copy_rows, kv_append, rope_split
 
 _VNNI_FLAGS = frozenset(
-    "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx2 bmi1 bmi2 f16c fma".split()
+    [
+        "avx512f",
+        "avx512bw",
+        "avx512cd",
+        "avx512dq",
+        "avx512vl",
+        "avx512_vnni",
+        "avx2",
+        "bmi1",
+        "bmi2",
+        "f16c",
+        "fma",
+    ]
 )
-_HASWELL_FLAGS = frozenset("avx2 bmi1 bmi2 f16c fma movbe".split())
+_HASWELL_FLAGS = frozenset(["avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"])
 
 
 @dataclass(frozen=True)
