@@ -184,9 +184,9 @@ def _comma_list(text: str) -> list[str]:
 
 def _serve(arguments: list[str]) -> int:
     """One engine: the engine's own program."""
-    from .engine.__main__ import main as engine_main
+    from .engine.program import main as engine_main
 
-    return engine_main(arguments)
+    return engine_main(arguments, prog="mlcrouter-nb serve")
 
 
 def _router(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ class Service:
         self.router: Router | None = None
         self.model: Model | None = None
         self.url = ""
-        self._launcher: Launcher | None = None
+        self.launcher: Launcher | None = None
         self._gateway: Gateway | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
@@ -45,8 +45,8 @@ class Service:
         try:
             self._check_ports()
             self.model = await find_model(options, self.telemetry)
-            self._launcher = make_launcher(options, self.model)
-            await boot(self._launcher, options.specs(), self.telemetry, self.engines)
+            self.launcher = make_launcher(options, self.model)
+            await boot(self.launcher, options.specs(), self.telemetry, self.engines)
             self.router = self._make_router(self.model)
             self.router.use(policy, **parameters)
             for engine in self.engines:
@@ -113,6 +113,8 @@ class Service:
         if self.stopping:
             return
         name = engine.spec.name
+        if self.launcher is not None:
+            self.launcher.clean_up([engine])
         for endpoint in self.router.endpoints if self.router is not None else ():
             if endpoint.name == name:
                 endpoint.available = False
@@ -126,8 +128,8 @@ class Service:
         try:
             await self._let_go(grace)
         finally:
-            if self._launcher is not None:
-                await stop_all(self._launcher, self.engines, self.telemetry, TERM_GRACE)
+            if self.launcher is not None:
+                await stop_all(self.launcher, self.engines, self.telemetry, TERM_GRACE)
             self.telemetry.emit("cluster_state", state="stopped")
 
     async def _let_go(self, grace: float) -> None:

@@ -81,4 +81,4 @@ class Launcher(ABC):
         """Start an engine; does not wait for it."""
 
     def clean_up(self, engines: list[Engine]) -> None:  # noqa: B027
-        """Remove what the engines may have left behind, once they have all ended."""
+        """Remove what engines that have ended may have left behind."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.cache import log_dir
+from ...nvshmem.segment import folders, segment_name
 from ...protocol.errors import BootError
 from ...protocol.progress import Progress
 from .base import Engine, EngineSpec, Launcher, Report, World
@@ -47,9 +48,11 @@ class CpuLauncher(Launcher):
         return CpuEngine(spec, self._arguments(spec), self._environment(spec), self.options.silence)
 
     def clean_up(self, engines: list[Engine]) -> None:
-        from ...nvshmem import unlink_all
-
-        unlink_all(list(self.world.uid), self.world.npes)
+        """Remove the shared memory of engines that were killed; an engine that exits removes its own."""
+        for engine in engines:
+            name = segment_name(list(self.world.uid), engine.spec.rank)
+            for folder in folders():
+                (folder / name).unlink(missing_ok=True)
 
     def _arguments(self, spec: EngineSpec) -> list[str]:
         options = self.options
