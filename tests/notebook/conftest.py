@@ -1,5 +1,6 @@
 """A shell with the extension, paced stand-in engines, and a look at what a test leaves behind."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -88,3 +89,38 @@ def fails(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> Callab
         return text
 
     return run_cell
+
+
+@pytest.fixture
+def start_kernel(tmp_path: Path) -> Iterator[Callable[[], Any]]:
+    """`start_kernel()`: a real kernel with the extension loaded; shut down after the test."""
+    kernels = []
+
+    def start() -> Any:
+        folder = tmp_path / f"kernel{len(kernels)}"
+        folder.mkdir()
+        kernel = load("kernels").Kernel(folder)
+        kernels.append(kernel)
+        kernel.run("%load_ext mlcrouter_nb")
+        return kernel
+
+    yield start
+    for kernel in kernels:
+        kernel.close()
+
+
+def load(name: str) -> Any:
+    """A helper module of this folder (tests are imported by path, so they cannot name each other)."""
+    if f"notebook_{name}" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(f"notebook_{name}", Path(__file__).parent / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[f"notebook_{name}"]
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Any:
+    """The module `kernels.py`."""
+    return load("kernels")

@@ -10,10 +10,11 @@ import threading
 
 from aiohttp import web
 
-RHYME = (
+TEXT = (
     "The tide comes in twice a day because the Moon pulls on the sea as the Earth turns under it, and so the old "
     "fisherman learned to read the water before he read the clock, <b>tied his boat</b> long, and slept. "
-).split(" ")
+)
+RHYME = TEXT.split(" ")
 
 
 class Engine:
@@ -70,7 +71,9 @@ class Engine:
                 await asyncio.sleep(1 / self.pace)
             usage = {"prompt_tokens": 9, "completion_tokens": count, "total_tokens": 9 + count}
             if (body.get("stream_options") or {}).get("include_usage"):
-                await answer.write(b"data: " + json.dumps({**head, "choices": [], "usage": usage}).encode() + b"\n\n")
+                await answer.write(
+                    b"data: " + json.dumps({**head, "choices": [], "usage": usage}).encode() + b"\n\n"
+                )
             await answer.write(b"data: [DONE]\n\n")
         except (ConnectionError, asyncio.CancelledError):
             self.aborted += 1

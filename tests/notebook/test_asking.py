@@ -1,0 +1,88 @@
+"""`%%ask` in a terminal."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from IPython.core.interactiveshell import ExecutionResult
+
+from mlcrouter_nb.cluster import Cluster
+
+Run = Callable[[str], ExecutionResult]
+Fails = Callable[[str], str]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def urls(paced_engines: Callable[..., list[str]]) -> list[str]:
+    return paced_engines(3, pace=100)
+
+
+@pytest.fixture
+def cluster(run: Run, urls: list[str]) -> Cluster:
+    return run(f"%route up --roles 1P2D --endpoint-urls {' '.join(urls)} --policy round-robin").result
+
+
+def test_without_a_cluster_it_names_what_boots_one(fails: Fails) -> None:
+    text = fails("%%ask\nhello")
+    assert "UsageError" in text and "%route up" in text
+
+
+def test_the_answer_and_one_line_below(cluster: Cluster, run: Run, capsys: Capture) -> None:
+    capsys.readouterr()
+    run("%%ask --max-tokens 5 --raw\nhello")
+    answer, line = capsys.readouterr().out.strip().splitlines()
+    assert answer.strip() == "The tide comes in twice"
+    for part in ("prefill + decode", "9 tokens in", "5 out", "TTFT", "ITL"):
+        assert part in line
+
+
+def test_options_reach_the_engine_and_one_request_can_have_its_own_policy(
+    cluster: Cluster, run: Run, urls: list[str], engine_state: Callable[[str], dict[str, Any]]
+) -> None:
+    run("%%ask --max-tokens 2 --chat --temperature 0 --seed 3\nhello")
+    run("%%route last\nasync def route(request, engines):\n    return engines.all[2].complete(request)\n")
+    run("%route use round-robin")
+    before = len(engine_state(urls[2])["log"])
+    run("%%ask --max-tokens 2 --policy last\nhello")
+    assert len(engine_state(urls[2])["log"]) == before + 1
+    assert cluster.status().policy.name == "round-robin"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "options", ["--max-tokens 0", "--max-tokens -3", "--temperature 9", "--policy nope", "--sed 3"]
+)
+def test_wrong_options_are_usage_errors(cluster: Cluster, fails: Fails, options: str) -> None:
+    assert "UsageError" in fails(f"%%ask {options}\nhello")
+
+
+def test_an_empty_question_is_a_usage_error(cluster: Cluster, fails: Fails) -> None:
+    assert "UsageError" in fails("%%ask\n   \n")
+
+
+def test_no_wait_returns_at_once_and_the_answer_comes(cluster: Cluster, run: Run, capsys: Capture) -> None:
+    began = time.monotonic()
+    run("%%ask --no-wait --max-tokens 30\nhello")
+    assert time.monotonic() - began < 0.2
+    wait_for_threads()
+    assert "30 out" in capsys.readouterr().out
+
+
+def test_a_failing_policy_fails_its_request_with_the_users_line(
+    cluster: Cluster, run: Run, fails: Fails, capsys: Capture
+) -> None:
+    run("%%route broken\nasync def route(request, engines):\n    return {}['nothing']\n")
+    text = fails("%%ask\nhello")
+    assert "return {}['nothing']" in text and "KeyError" in text
+    run("%%ask --no-wait\nhello")
+    wait_for_threads()
+    assert "return {}['nothing']" in capsys.readouterr().out
+    run("%%ask --policy round-robin --max-tokens 2\nhello")
+
+
+def wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "mlcrouter-ask":
+            thread.join(5)
