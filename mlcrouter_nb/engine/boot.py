@@ -1,6 +1,7 @@
 """Put an engine together: model, runner, worker, server."""
 
 import argparse
+import asyncio
 import errno
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from aiohttp import web
 from ..models.chat import ChatTemplate
 from ..models.names import resolve
 from ..models.tokenizer import Tokenizer
+from ..nvshmem import NvshmemConfig
 from ..protocol.errors import ArgumentError
 from ..protocol.progress import OnProgress
 from .metrics import EngineMetrics
@@ -25,12 +27,13 @@ class Engine:
 
     service: Service
     runner: ModelRunner
-    labels: dict[str, str]
+    role: str
     _server: web.AppRunner | None = None
 
     async def listen(self, host: str, port: int, *, grace_s: float) -> int:
         """Open the port and return it; raises `ArgumentError` where it is taken."""
-        app = make_app(self.service, EngineMetrics(lambda: self.service.worker.stats, self.labels))
+        labels = {"kernels": self.runner.kernels, "model": self.service.model, "role": self.role}
+        app = make_app(self.service, EngineMetrics(lambda: self.service.worker.stats, labels))
         self._server = web.AppRunner(
             app, handler_cancellation=True, shutdown_timeout=grace_s, access_log=None
         )
@@ -62,41 +65,36 @@ class Engine:
 
 
 async def boot(arguments: argparse.Namespace, progress: OnProgress) -> Engine:
-    """Everything but the port."""
-    files = None
-    runner: ModelRunner
-
-    def make_runner() -> ModelRunner:
-        nonlocal files, runner
-        files = resolve(arguments.model, progress)
-        runner = ModelRunner(
+    """Everything but the port. Raises `ArgumentError` for a model or an environment that cannot be."""
+    try:
+        world = NvshmemConfig.from_env()
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
+    files = await asyncio.to_thread(resolve, arguments.model, progress)
+    worker: EngineWorker[ModelRunner] = EngineWorker(
+        lambda: ModelRunner(
             files.path,
             max_num_sequence=arguments.max_num_sequence,
             max_total_tokens=arguments.max_total_seq_length,
             prefill_chunk_size=arguments.prefill_chunk_size,
-            nvshmem=config,
+            nvshmem=world,
             num_threads=arguments.threads,
             kernels=arguments.kernels,
             progress=progress,
-        )
-        return runner
-
-    config = None
-    worker = EngineWorker(
-        make_runner, max_num_sequence=arguments.max_num_sequence, prefix_cache=arguments.enable_prefix_cache
+        ),
+        max_num_sequence=arguments.max_num_sequence,
+        prefix_cache=arguments.enable_prefix_cache,
     )
     await worker.start()
-    assert files is not None
-    model = arguments.served_model_name or files.id
+    config = worker.runner.config
     service = Service(
         worker=worker,
-        model=model,
+        model=arguments.served_model_name or files.id,
         tokenizer=Tokenizer(files.path),
         chat=ChatTemplate.from_file(files.path),
-        context_length=min(runner.config.context_length, runner.num_pages * runner.page_size),
-        vocab_size=runner.config.vocab_size,
-        eos_ids=runner.config.eos_ids,
-        world=None if config is None else (config.pe_start, config.npes),
+        context_length=min(config.context_length, arguments.max_total_seq_length),
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        world=None if world is None else (world.pe_start, world.npes),
     )
-    labels = {"kernels": runner.kernels, "model": model, "role": arguments.role or ""}
-    return Engine(service, runner, labels)
+    return Engine(service, worker.runner, arguments.role or "")

@@ -74,6 +74,11 @@ class Job:
     deadline: float | None = None  # for WAITING and RECEIVING
 
     @property
+    def next_stop(self) -> int:
+        """How far the next passes may go."""
+        return self.target
+
+    @property
     def match_limit(self) -> int:
         """How much of it may come from the prefix cache: one token must be left to compute."""
         return self.target - 1
@@ -145,3 +150,8 @@ class Send(Job):
     begin: int = 0
     segments: list[int] = field(default_factory=list)
     recv_rank: int = 0
+    marked: bool = False  # the runner sends from here on
+
+    @property
+    def next_stop(self) -> int:
+        return self.target if self.marked else self.begin

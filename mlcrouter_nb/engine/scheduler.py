@@ -28,8 +28,9 @@ class Runner(SequenceOwner, Protocol):
 
     num_pages: int
     prefill_chunk_size: int
-    bytes_put: Mapping[int, int]
 
+    @property
+    def bytes_put(self) -> Mapping[int, int]: ...
     def free_pages(self) -> int: ...
     def add_sequence(self, seq: int) -> None: ...
     def fork_sequence(self, parent: int, child: int, length: int) -> None: ...
@@ -127,7 +128,9 @@ class Scheduler:
             try:
                 logits = self._runner.forward([(job.seq, tokens) for job, tokens in batch])
             except Exception as error:  # whatever the runner met: these jobs end, the engine goes on
-                for job, _ in batch:
+                jobs = [job for job, _ in batch]
+                senders = [job for job in jobs if isinstance(job, Send)]  # likeliest: a peer is gone
+                for job in senders or jobs:
                     self._fail(job, MlcRouterError(f"The forward pass failed: {error}"))
             else:
                 for (job, tokens), row in zip(batch, logits, strict=True):
@@ -196,9 +199,14 @@ class Scheduler:
         if job.cached is None:
             job.cached = matched
             self.stats.prefix_hit_tokens += matched
-        if isinstance(job, Send):
-            self._runner.mark_send(seq, job.begin, job.segments, job.recv_rank)
+        self._mark(job)
         return True
+
+    def _mark(self, job: Job) -> None:
+        """From the window's begin on, forward passes send. Up to there they must not: KV goes out in order."""
+        if isinstance(job, Send) and not job.marked and job.held >= job.begin:
+            self._runner.mark_send(job.seq, job.begin, job.segments, job.recv_rank)
+            job.marked = True
 
     def _reserve(self, job: Generation) -> None:
         matched, window_end = job.held, job.window_end or 0
@@ -255,7 +263,7 @@ class Scheduler:
         batch = [(job, job.tokens[-1:]) for job in self._running if job.is_decoding]
         budget = self._runner.prefill_chunk_size - len(batch)
         for job in self._running:
-            if not job.is_decoding and (count := min(budget, job.target - job.held)) > 0:
+            if not job.is_decoding and (count := min(budget, job.next_stop - job.held)) > 0:
                 batch.append((job, job.tokens[job.held : job.held + count]))
                 budget -= count
         return batch
@@ -268,6 +276,10 @@ class Scheduler:
             job.prefilled += count
         job.held += count
         if job.held < job.target:
+            try:
+                self._mark(job)
+            except Exception as error:
+                self._fail(job, MlcRouterError(f"KV cannot be sent: {error}"))
             return
         if isinstance(job, Send):
             self._events.append((job, Sent()))

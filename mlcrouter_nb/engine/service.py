@@ -22,7 +22,7 @@ _LONG_TEXT = 20_000  # characters, from which tokenizing would hold up the event
 class Service:
     """What every handler needs. `world` is `(own rank, number of PEs)` of the NVSHMEM world, None without one."""
 
-    worker: EngineWorker
+    worker: EngineWorker[Any]
     model: str
     tokenizer: Tokenizer
     chat: ChatTemplate | None

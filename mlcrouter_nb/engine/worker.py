@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from ..protocol.errors import MlcRouterError
 from .jobs import Event, Job
@@ -24,14 +24,17 @@ class ClosableRunner(Runner, Protocol):
     def close(self) -> None: ...
 
 
-class EngineWorker:
+AnyRunner = TypeVar("AnyRunner", bound=ClosableRunner)
+
+
+class EngineWorker(Generic[AnyRunner]):
     """Runs the scheduler in a thread of its own.
 
     `make_runner` is called in that thread. Listeners of jobs are called on the event loop that called `start`."""
 
     def __init__(
         self,
-        make_runner: Callable[[], ClosableRunner],
+        make_runner: Callable[[], AnyRunner],
         *,
         max_num_sequence: int = 16,
         prefix_cache: bool = False,
@@ -42,7 +45,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._step_began: float | None = None
-        self.runner: ClosableRunner
+        self.runner: AnyRunner
         self.scheduler: Scheduler
 
     async def start(self) -> None:

@@ -103,6 +103,7 @@ class FakeRunner:
     def mark_send(self, seq: int, begin: int, segments: list[int], recv_rank: int) -> None:
         pairs = zip(segments[1::2], segments[2::2], strict=True)
         slots = [slot for first, length in pairs for slot in range(first, first + length)]
+        assert begin <= self.sequence_length(seq), "prefill up to the window first"
         assert len(slots) > self.sequence_length(seq) - begin, "at least one token must be left to prefill"
         self.sends[seq] = (begin, slots, recv_rank)
 

@@ -199,6 +199,18 @@ def test_a_failed_pass_ends_its_requests_only() -> None:
     assert answer(later) == greedy_answer([1, 2], 8)
 
 
+def test_a_failed_pass_with_a_sender_ends_the_sender_only() -> None:
+    pair = Pair()
+    _, reserved = pair.prep_recv(prompt_of(9), 8)
+    local = generation(prompt_of(5, 1))
+    pair.prefill.add(local)
+    pair.p.fail_next = RuntimeError("the peer is gone")
+    with pytest.raises(AssertionError, match="the peer is gone"):
+        pair.remote_send(prompt_of(9), 0, 8, reserved.segments)
+    run(pair.prefill)
+    assert answer(local) == greedy_answer(prompt_of(5, 1), 8)
+
+
 # Disaggregation
 
 
@@ -223,7 +235,7 @@ class Pair:
         job.log = log  # type: ignore[attr-defined]
         self.prefill.add(job)
         run(self.prefill)
-        assert isinstance(events(job)[-1], Sent)
+        assert isinstance(events(job)[-1], Sent), events(job)
         return job
 
     def answer(self, prompt: list[int], end: int) -> tuple[list[int], Generation, Send | None]:
@@ -267,6 +279,19 @@ def test_cached_rows_of_the_prefill_engine_are_sent_too() -> None:
     text, job, send = pair.answer(prompt_of(30), 29)
     assert text == greedy_answer(prompt_of(30), 8)
     assert send is not None and (send.cached, send.prefilled) == (28, 1), "one token must be left to prefill"
+
+
+def test_a_window_that_begins_behind_what_the_prefill_engine_holds() -> None:
+    pair = Pair()
+    pair.answer(prompt_of(60), 30)
+    while pair.prefill._cache.evict():
+        pass
+    text, job, send = pair.answer(prompt_of(60), 59)
+    assert text == greedy_answer(prompt_of(60), 8)
+    assert send is None and job.cached == 59
+    text, job, send = pair.answer([*prompt_of(45), *prompt_of(30, 8)], 74)
+    assert text == greedy_answer([*prompt_of(45), *prompt_of(30, 8)], 8)
+    assert send is not None and (send.cached, send.prefilled, job.cached) == (0, 74, 45)
 
 
 def test_received_kv_serves_later_requests() -> None:
