@@ -1,11 +1,12 @@
 """The command `mlcrouter-nb`: `router` boots engines and routes to them, `serve` is one engine."""
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -192,24 +193,34 @@ def _serve(arguments: list[str]) -> int:
 def _router(options: argparse.Namespace) -> int:
     """Boot, serve until a signal comes, stop."""
     cluster = _make_cluster(options)
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        cluster.start_blocking(_ProgressLines())
-    except KeyboardInterrupt:
-        print("Stopped while booting.", file=sys.stderr)
-        return 0
-    print(cluster.url, flush=True)
-    try:
-        code = _watch(cluster)
-    except KeyboardInterrupt:
-        code = 0
-        print("Stopping: running streams get 10 s.", file=sys.stderr)
-    try:
-        cluster.down_blocking(grace=STREAM_GRACE)
-    except KeyboardInterrupt:
-        _leave()
+    with _signals_interrupt():
+        try:
+            cluster.start_blocking(_ProgressLines())
+        except KeyboardInterrupt:
+            print("Stopped while booting.", file=sys.stderr)
+            return 0
+        print(cluster.url, flush=True)
+        try:
+            code = _watch(cluster)
+        except KeyboardInterrupt:
+            code = 0
+            print(f"Stopping: running streams get {STREAM_GRACE:g} s.", file=sys.stderr, flush=True)
+        try:
+            cluster.down_blocking(grace=STREAM_GRACE)
+        except KeyboardInterrupt:
+            _leave()
     return code
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, also where SIGINT came in ignored (a shell's background job)."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _make_cluster(options: argparse.Namespace) -> "Cluster":

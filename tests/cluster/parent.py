@@ -12,12 +12,12 @@ from mlcrouter_nb.cluster.launchers.cpu import CpuLauncher, CpuOptions
 from mlcrouter_nb.cluster.model import Model
 
 
-def use_stand_ins() -> None:
+def use_stand_ins(mode: str = "deaf") -> None:
     async def find_model(options: Any, telemetry: Any) -> Model:
         return Model("stand-in", None, None, None)
 
     def make_launcher(options: Any, model: Model) -> CpuLauncher:
-        command = (sys.executable, str(Path(__file__).with_name("stand_in_engine.py")), "deaf")
+        command = (sys.executable, str(Path(__file__).with_name("stand_in_engine.py")), mode)
         return CpuLauncher(CpuOptions(Path("none.gguf"), "stand-in", command=command), options.new_world())
 
     service.find_model = find_model
