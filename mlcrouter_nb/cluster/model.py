@@ -2,17 +2,15 @@
 
 import asyncio
 import contextlib
-import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..models.chat import ChatTemplate
 from ..models.names import ModelFiles, resolve
 from ..models.tokenizer import Tokenizer
 from ..protocol.errors import MlcRouterError
 from ..protocol.progress import Progress
+from ..router.prompts import Encoder, Template
 from ..telemetry import Telemetry
 from .launchers.attach import AttachLauncher
 from .launchers.base import Launcher
@@ -27,8 +25,8 @@ class Model:
 
     id: str | None
     files: ModelFiles | None
-    tokenizer: Callable[[], Tokenizer] | None
-    chat: ChatTemplate | None
+    tokenizer: Encoder | None
+    chat: Template | None
 
 
 class _Left(Exception):
@@ -42,19 +40,25 @@ async def find_model(options: Options, telemetry: Telemetry) -> Model:
     if options.kind == "attach":
         return await _attached_model(options, telemetry)
     files = await _fetch(options, telemetry)
-    return Model(files.id, files, _maker(options.tokenizer or files.path), ChatTemplate.from_file(files.path))
+    tokenizer, chat = await in_thread(lambda: _read(options.tokenizer or str(files.path), str(files.path)))
+    return Model(files.id, files, tokenizer, chat)
 
 
 async def _attached_model(options: Options, telemetry: Telemetry) -> Model:
-    source: Path | str | None = options.tokenizer
+    source = options.tokenizer
     if source is None:
         with contextlib.suppress(MlcRouterError):  # a name that only the engines know
-            source = (await _fetch(options, telemetry)).path
+            source = str((await _fetch(options, telemetry)).path)
     if source is None:
         return Model(None, None, None, None)
-    path = str(source)
-    chat = ChatTemplate.from_file(path) if path.endswith(".gguf") else None
-    return Model(None, None, _maker(path), chat)
+    tokenizer, chat = await in_thread(lambda: _read(source, source))
+    return Model(None, None, tokenizer, chat)
+
+
+def _read(tokenizer: str, template: str) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Half a second of work, done before the first request waits for it."""
+    path = os.path.expanduser(tokenizer)
+    return Tokenizer(path), ChatTemplate.from_file(template) if template.endswith(".gguf") else None
 
 
 async def _fetch(options: Options, telemetry: Telemetry) -> ModelFiles:
@@ -70,11 +74,6 @@ async def _fetch(options: Options, telemetry: Telemetry) -> ModelFiles:
         return await in_thread(lambda: resolve(options.model, progress))
     finally:
         left = True
-
-
-def _maker(path: Path | str) -> Callable[[], Tokenizer]:
-    """Reads the tokenizer when it is first needed."""
-    return functools.cache(lambda: Tokenizer(os.path.expanduser(path)))
 
 
 def make_launcher(options: Options, model: Model) -> Launcher:

@@ -84,6 +84,7 @@ class Service:
                 check_port_is_free(host, port)
 
     def _make_router(self, model: Model) -> Router:
+        tokenizer = model.tokenizer
         lengths = [
             int(engine.facts["context_length"]) for engine in self.engines if "context_length" in engine.facts
         ]
@@ -91,7 +92,7 @@ class Service:
             [self._endpoint(engine) for engine in self.engines],
             telemetry=self.telemetry,
             book=self.book,
-            tokenizer=model.tokenizer,
+            tokenizer=None if tokenizer is None else lambda: tokenizer,
             chat=model.chat,
             model=model.id,
             context_length=min(lengths, default=None),

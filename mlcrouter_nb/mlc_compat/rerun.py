@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..models.tokenizer import Tokenizer
 from ..protocol.errors import EngineError
+from ..router.prompts import Encoder
 from .openai_api_protocol import CompletionResponse, CompletionResponseChoice
 
 MOST_RUNS = 16
@@ -14,7 +14,7 @@ class Resumption:
 
     `request` is ours or MLC-LLM's; its prompt is token ids. `id` is what engines know the current run by."""
 
-    def __init__(self, request: Any, request_id: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Any, request_id: str, tokenizer: Encoder) -> None:
         self.request, self.id = request, request_id
         self._first, self._first_id = request, request_id
         self._tokenizer = tokenizer

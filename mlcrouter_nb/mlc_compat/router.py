@@ -11,8 +11,8 @@ from ..cluster import Cluster
 from ..cluster.ask import chunks_of
 from ..cluster.launchers.base import Engine
 from ..cluster.roles import roles_for
-from ..models.tokenizer import Tokenizer
 from ..protocol.errors import ArgumentError
+from ..router.prompts import Encoder
 from ..router.router import Router as ClusterRouter
 from ..router.sinks import AnswerSink
 from ..telemetry import Event
@@ -199,11 +199,11 @@ def _check(router_mode: str, pd_balance_factor: float) -> None:
         raise ArgumentError(f"pd_balance_factor is {pd_balance_factor}; it must lie between 0 and 1.")
 
 
-def _tokenizer(cluster: Cluster) -> Tokenizer:
+def _tokenizer(cluster: Cluster) -> Encoder:
     model = cluster.service.model
     if model is None or model.tokenizer is None:
         raise ArgumentError("The model's tokenizer is not known.")
-    return model.tokenizer()
+    return model.tokenizer
 
 
 def _debug_config(request: Any) -> Any:

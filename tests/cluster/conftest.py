@@ -48,7 +48,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster
 
     def make(mode: str = "ok", **arguments: Any) -> Cluster:
         async def find_model(options: Any, telemetry: Any) -> Model:
-            return Model("stand-in", None, Words, None)
+            return Model("stand-in", None, Words(), None)
 
         def make_launcher(options: Any, model: Model) -> CpuLauncher:
             return CpuLauncher(stand_in_options(mode), options.new_world())
