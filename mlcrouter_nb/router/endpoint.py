@@ -82,20 +82,19 @@ class Endpoint:
                 f"prep_recv: end={end} is outside the prompt; it must lie in 0 to {length - 1}, or -{length} to -1."
             )
         guard = request.guard
-        if self in guard.reserved:
+        if self in guard.reserving:
             raise MlcRouterError(f"prep_recv was called twice on {self.name} for one request.")
         lease = guard.lease(self, length - stop)
+        guard.reserving[self] = None
         try:
-            answer = await self._ask(request, "prep_recv", {"end": end}, (0, stop), None)
+            answer = await self._ask(request, "prep_recv", {"end": end}, (0, stop), None, guard.reserving)
             kv = self._reserved(answer, stop, length, lease)
         except BaseException:
             guard.give_back(lease)
-            self.abandon(guard.user, (), [self])
             raise
-        guard.reserved[self] = kv
-        if guard.released:  # the request ended while the engine answered
-            self.abandon(guard.user, (), [self])
+        if guard.released:
             raise MlcRouterError("the request is over.")
+        guard.reserved[self] = kv
         return kv
 
     async def remote_send(
@@ -125,12 +124,12 @@ class Endpoint:
             "n": 1,
         }  # fmt: skip
         lease = guard.lease(self, stop - first)
-        guard.sending.add(self)
+        guard.sending[self] = None
         try:
-            await self._ask(request, "remote_send", fields, (first, stop), lease)
+            await self._ask(request, "remote_send", fields, (first, stop), lease, guard.sending)
         finally:
             guard.give_back(lease)
-        guard.sending.discard(self)
+        del guard.sending[self]
 
     def start_generate(self, request: Request, *, begin: int) -> Stream:
         """The stream of a request whose KV before `begin` is here: prefills the rest and generates.
@@ -218,12 +217,18 @@ class Endpoint:
                 "engine_load", engine=self.name, in_flight=self.in_flight, waiting_tokens=self.waiting_tokens
             )
 
-    def abandon(self, user: str, senders: Sequence[Endpoint], holders: Sequence[Endpoint]) -> None:
-        """Tell engines to free what they hold for an attempt: first those that may still write, then those written to."""
-        if any(endpoint.kind == "cpu" for endpoint in (*senders, *holders)):
-            task = asyncio.get_running_loop().create_task(self._abort(user, senders, holders))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+    def abandon(
+        self, user: str, senders: Sequence[tuple[Endpoint, Call | None]], holders: Sequence[tuple[Endpoint, Call | None]]
+    ) -> None:  # fmt: skip
+        """Free what engines hold for an attempt: first those that may still write, then those that are written to."""
+        task = asyncio.get_running_loop().create_task(self._abandon(user, senders, holders))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether the engine knows `POST /microserving/abort`, which is ours."""
+        return self.kind == "cpu"
 
     async def get(self, path: str, deadline_s: float = 2.0) -> tuple[int, bytes]:
         """Status and body of a GET; raises `EngineError`."""
@@ -239,16 +244,33 @@ class Endpoint:
         await asyncio.gather(*self._aborts, return_exceptions=True)
         self._pool.close()
 
-    async def _abort(self, user: str, senders: Sequence[Endpoint], holders: Sequence[Endpoint]) -> None:
-        body = json.dumps({"user": user}).encode()
+    async def _abandon(
+        self, user: str, senders: Sequence[tuple[Endpoint, Call | None]], holders: Sequence[tuple[Endpoint, Call | None]]
+    ) -> None:  # fmt: skip
         for group in (senders, holders):
-            for endpoint in group:
-                if endpoint.kind == "cpu":
-                    call = Call(endpoint.name, ABORT_S, _nothing, _nothing)
-                    try:
-                        await endpoint._answer(call, "/microserving/abort", body, ABORT_S)
-                    except EngineError:
-                        pass  # the engine frees it itself at its own deadline
+            await asyncio.gather(*(endpoint._abort(user, call) for endpoint, call in group))
+
+    async def _abort(self, user: str, call: Call | None) -> None:
+        """Abort until the call has ended, and once after that: the first may overtake the call on its way there."""
+        body = json.dumps({"user": user}).encode()
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + ABORT_S, 0.01
+        try:
+            while True:
+                was_open = call is not None and not call.finished
+                await self._answer(
+                    Call(self.name, ABORT_S, _nothing, _nothing), "/microserving/abort", body, ABORT_S
+                )
+                if call is None or not was_open or loop.time() > deadline:
+                    break
+                if not call.finished:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 0.5)
+        except EngineError:
+            pass  # it cannot be reached, or frees the KV at its own deadline
+        finally:
+            if call is not None:
+                call.close()
 
     async def _answer(
         self, call: Call, path: str, body: bytes | None, deadline_s: float
@@ -273,13 +295,15 @@ class Endpoint:
         fields: dict[str, Any],
         window: tuple[int, int],
         lease: Lease | None,
+        mine: dict[Endpoint, Call | None],
     ) -> dict[str, Any]:
-        """One of the two calls that answer JSON, within the deadline for transfers."""
+        """One of the two calls that answer JSON, within the deadline for transfers; `mine` is told the call."""
         fields = request.microserving_fields(self.kind) | fields
         call: Call | None = None
         try:
             async with asyncio.timeout(self.transfer_s) as scope:
                 call = await self.open(request, verb, f"/microserving/{verb}", fields, window, lease)
+                mine[self] = call
                 body = await call.body()
         except TimeoutError as error:
             if not scope.expired():
@@ -287,7 +311,7 @@ class Endpoint:
             problem = f"{self.name} did not answer {verb} within {self.transfer_s:g} s."
             raise EngineError(problem, engine=self.name, status=504) from error
         finally:
-            if call is not None:
+            if call is not None and not self.can_abort:  # else the guard ends it in order
                 call.close()
         if call.status == 404 and self.kind == "attach":
             raise EngineError(

@@ -44,7 +44,10 @@ class Guard:
         self.calls: set[Call] = set()
         self.leases: set[Lease] = set()
         self.reserved: dict[Endpoint, KV] = {}
-        self.sending: set[Endpoint] = set()  # prefill engines that may be writing into reserved KV
+        self.reserving: dict[Endpoint, Call | None] = {}  # the prep_recv calls that have begun
+        self.sending: dict[
+            Endpoint, Call | None
+        ] = {}  # the remote_send calls that may be writing into reserved KV
 
     def lease(self, endpoint: Endpoint, tokens: int) -> Lease:
         """Count the attempt on an engine."""
@@ -60,15 +63,24 @@ class Guard:
             lease.endpoint.show_load()
 
     def release(self) -> None:
-        """End whatever is open and give all of it back; the second time does nothing."""
+        """End whatever is open and give all of it back; the second time does nothing.
+
+        Engines that know how to abort are told to. Their transfer calls stay open until they have answered: a broken
+        connection would not tell whether KV is still reserved or written."""
         if self.released:
             return
         self.released = True
-        senders = list(self.sending)
-        for call in list(self.calls):
-            call.close()
         for lease in list(self.leases):
             self.give_back(lease)
-        unused = [endpoint for endpoint, kv in self.reserved.items() if not kv.consumed]
-        if unused:
-            unused[0].abandon(self.user, senders, unused)
+        senders = [(endpoint, call) for endpoint, call in self.sending.items() if endpoint.can_abort]
+        holders = [
+            (endpoint, call)
+            for endpoint, call in self.reserving.items()
+            if endpoint.can_abort and not (endpoint in self.reserved and self.reserved[endpoint].consumed)
+        ]
+        kept = {call for _, call in (*senders, *holders)}
+        for call in list(self.calls):
+            if call not in kept:
+                call.close()
+        if senders or holders:
+            (senders or holders)[0][0].abandon(self.user, senders, holders)

@@ -114,6 +114,7 @@ class HttpConnection(asyncio.Protocol):
         self._drained: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._url = b""
+        self._in_head = True
         self._head_size = self._body_size = 0
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
@@ -130,6 +131,10 @@ class HttpConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
+            if self._in_head:  # the parser keeps a header to itself until it is whole
+                self._head_size += len(data)
+                if self._head_size > MAX_HEAD:
+                    self._refuse(431, "The headers are too long.")
         except httptools.HttpParserUpgrade:
             self._refuse(400, "Upgrades are not supported.")
         except httptools.HttpParserError:
@@ -159,18 +164,16 @@ class HttpConnection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
-        self._url, self._headers, self._body = b"", {}, []
-        self._head_size = self._body_size = 0
+        self._url, self._headers, self._body, self._body_size = b"", {}, [], 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-        self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
+        self._in_head, self._head_size = False, 0
         if self._headers.get("expect", "").lower() == "100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -192,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
             http_1_0=self._parser.get_http_version() == "1.0",
             keep_alive=self._parser.should_keep_alive(),
         )
-        self._body = []
+        self._body, self._in_head = [], True
         self._waiting.append(request)
         if self.task is None:
             self._next()
@@ -254,11 +257,6 @@ class HttpConnection(asyncio.Protocol):
 
     def _quiet(self) -> None:
         self._timer = self.server.loop.call_later(QUIET_S, self.close_if_quiet)
-
-    def _count_head(self, size: int) -> None:
-        self._head_size += size
-        if self._head_size > MAX_HEAD:
-            self._refuse(431, "The headers are too long.")
 
     def _refuse(self, status: int, problem: str) -> None:
         """Answer what cannot be read as a request, and close."""

@@ -55,6 +55,10 @@ class Router:
         self._endpoints = list(endpoints)
         for endpoint in self._endpoints:
             endpoint.telemetry = self.telemetry
+            state = "ready" if endpoint.available else "starting"
+            self.telemetry.emit(
+                "engine_state", engine=endpoint.name, role=endpoint.role, url=endpoint.url, state=state
+            )
         self._engines = Engines(self._endpoints)
         self._ids, self._run = count(1), secrets.token_hex(4)
         self._requests: set[Request] = set()
@@ -147,11 +151,15 @@ class Router:
             state, problem = ("cancelled", "") if request.left else ("failed", str(error))
             raise
         finally:
-            request.leave()
-            self._requests.discard(request)
-            if not self._requests:
-                self._quiet.set()
-            self.telemetry.finish(request.trace, state, problem)
+            self.forget(request, state, problem)
+
+    def forget(self, request: Request, state: str = "cancelled", problem: str = "") -> None:
+        """A request is over, run or not; the second time does nothing."""
+        request.leave()
+        self._requests.discard(request)
+        if not self._requests:
+            self._quiet.set()
+        self.telemetry.finish(request.trace, state, problem)
 
     def stream(
         self,
@@ -242,6 +250,7 @@ class RequestStream:
         self._sink = QueueSink()
         self._delivery: Delivery | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda _: router.forget(request))  # also where it never began
 
     @property
     def trace(self) -> RequestTrace:

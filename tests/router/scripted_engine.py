@@ -70,6 +70,7 @@ class ScriptedEngine:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     reserved: set[str] = field(default_factory=set)
+    transfers: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     open: int = 0  # answers under way
     connections: int = 0
     default: Plan = field(default_factory=Plan)
@@ -127,20 +128,27 @@ class ScriptedEngine:
         user = body.get("user")
         if path == "/microserving/abort":
             self.reserved.discard(user)
+            if user in self.transfers:
+                self.transfers[user].cancel()
             return self._json(writer, 200, {})
         self.open += 1
         work = asyncio.ensure_future(self._work(writer, path, body, plan))
+        if path in ("/microserving/prep_recv", "/microserving/remote_send"):
+            self.transfers[user] = work
         left = asyncio.ensure_future(
             reader.read(1)
         )  # the router sends one request at a time: only its leave comes
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
+            if work.cancelled():
+                self._json(writer, 409, {"error": {"message": "The request was aborted."}})
+            elif work.done():
                 work.result()
             else:
                 raise ConnectionError("left")
         finally:
             self.open -= 1
+            self.transfers.pop(user, None)
             for part in (work, left):
                 part.cancel()
             await asyncio.gather(work, left, return_exceptions=True)

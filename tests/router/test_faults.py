@@ -60,7 +60,9 @@ async def test_another_attempt_gives_the_same_answer(serve, policy, engine, call
         assert [e["choices"][0]["finish_reason"] for e in events if e["choices"]][-1] == "length"
         trace = served.router.telemetry.finished[-1]
         assert (trace.state, trace.resumed, trace.completion_tokens) == ("finished", 1, 6)
-        assert (await served.client.completions.create(model="m", prompt="a b", max_tokens=1)).choices[0].text == "t2 "
+        assert (await served.client.completions.create(model="m", prompt="a b", max_tokens=1)).choices[
+            0
+        ].text == "t2 "
 
 
 @pytest.mark.parametrize(("policy", "engine", "call"), MOMENTS)
@@ -131,7 +133,11 @@ async def test_bytes_that_are_no_http(serve):
 
         engine._work = nonsense
         assert (await ask(served))[1] == WHOLE
-        assert served.router.telemetry.finished[-1].calls[0].error.startswith("E0 answered with bytes that are no HTTP")
+        assert (
+            served.router.telemetry.finished[-1]
+            .calls[0]
+            .error.startswith("E0 answered with bytes that are no HTTP")
+        )
 
 
 @pytest.mark.parametrize("kind", ["cpu", "attach"])

@@ -75,7 +75,9 @@ async def test_a_chat_without_a_template_fails_with_a_reason(serve):
         with pytest.raises(Exception, match=r"no\schat template"):
             await served.texts({"messages": [{"role": "user", "content": "x"}]})
         served.engines["E1"].plan("/v1/chat/completions", close=True)
-        assert (await served.texts({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}))[1] == "t1 "
+        assert (await served.texts({"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}))[
+            1
+        ] == "t1 "
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,10 @@ async def test_a_policy_that_swallows_its_cancellation_holds_nothing(serve):
 
 async def test_a_policy_whose_clean_up_sleeps_is_left_behind(serve, monkeypatch):
     monkeypatch.setattr("mlcrouter_nb.router.dispatch.CLOSE_S", 0.1)
-    source = HEAD + "    try:\n        yield decode.complete(request)\n    finally:\n        await asyncio.sleep(3600)\n"
+    source = (
+        HEAD
+        + "    try:\n        yield decode.complete(request)\n    finally:\n        await asyncio.sleep(3600)\n"
+    )
     async with serve("1P1D", stall_s=0.3) as served:
         served.use(source)
         served.engines["D1"].plan("/v1/completions", token_s=0.05)
