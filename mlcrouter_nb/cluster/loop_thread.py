@@ -46,6 +46,12 @@ class Job(Generic[T]):
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._ended)
 
+    def abandon(self) -> None:
+        """The loop has ended before the coroutine could; whoever waits is told."""
+        if not self.future.done():
+            self._coroutine.close()
+            self.future.set_exception(asyncio.CancelledError())
+
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -64,6 +70,7 @@ class LoopThread:
 
     def __init__(self, name: str = "mlcrouter") -> None:
         self.loop = new_event_loop()
+        self._jobs: set[Job[Any]] = set()  # a loop keeps no strong reference to its tasks
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -80,7 +87,10 @@ class LoopThread:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
         """Start a coroutine, from any thread; does not wait."""
         try:
-            return Job(self.loop, coroutine)
+            job = Job(self.loop, coroutine)
+            self._jobs.add(job)
+            job.future.add_done_callback(lambda _: self._jobs.discard(job))
+            return job
         except RuntimeError as error:
             coroutine.close()
             raise MlcRouterError(
@@ -161,6 +171,8 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+            for job in list(self._jobs):
+                job.abandon()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

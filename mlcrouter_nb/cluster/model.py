@@ -1,14 +1,16 @@
 """What the router needs to know of the model: its id, its tokenizer, its chat template, and where its file is."""
 
 import asyncio
-import contextlib
+import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..models.cache import cache_dir
 from ..models.chat import ChatTemplate
-from ..models.names import ModelFiles, resolve
+from ..models.names import ALIASES, KNOWN, ModelFiles, resolve
 from ..models.tokenizer import Tokenizer
-from ..protocol.errors import MlcRouterError
+from ..protocol.errors import ArgumentError
 from ..protocol.progress import Progress
 from ..router.prompts import Encoder, Template
 from ..telemetry import Telemetry
@@ -38,21 +40,27 @@ async def find_model(options: Options, telemetry: Telemetry) -> Model:
 
     Raises `ArgumentError` for an unknown model; of attached engines only the tokenizer is wanted, and may be missing."""
     if options.kind == "attach":
-        return await _attached_model(options, telemetry)
+        return await _attached_model(options)
+    if importlib.util.find_spec("tvm") is None:
+        raise ArgumentError("The engine kind cpu needs the extra cpu: pip install 'mlcrouter_nb[cpu]'.")
     files = await _fetch(options, telemetry)
     tokenizer, chat = await in_thread(lambda: _read(options.tokenizer or str(files.path), str(files.path)))
     return Model(files.id, files, tokenizer, chat)
 
 
-async def _attached_model(options: Options, telemetry: Telemetry) -> Model:
-    source = options.tokenizer
-    if source is None:
-        with contextlib.suppress(MlcRouterError):  # a name that only the engines know
-            source = str((await _fetch(options, telemetry)).path)
+async def _attached_model(options: Options) -> Model:
+    source = options.tokenizer or _file_at_hand(options.model)
     if source is None:
         return Model(None, None, None, None)
     tokenizer, chat = await in_thread(lambda: _read(source, source))
     return Model(None, None, tokenizer, chat)
+
+
+def _file_at_hand(model: str) -> str | None:
+    """The model's file if it is on this machine already: attaching fetches nothing."""
+    known = KNOWN.get(ALIASES.get(model.lower(), model.lower()))
+    path = cache_dir() / "models" / known.name if known is not None else Path(model).expanduser()
+    return str(path) if path.is_file() and path.suffix == ".gguf" else None
 
 
 def _read(tokenizer: str, template: str) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -268,3 +268,20 @@ def test_serve_is_the_engine() -> None:
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+@pytest.mark.engine
+def test_the_router_with_real_engines() -> None:
+    with router("smollm2-135m", "--router-port", "0", "--roles", "1P1D") as (process, url):
+        body = b'{"model": "smollm2-135m", "prompt": "Hi", "max_tokens": 4}'
+        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert b'"completion_tokens":4' in answer.read().replace(b": ", b":")
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        assert time.monotonic() - begin < 3, "idle"
+        assert process.stdout.read() == b""
+        progress = process.stderr.read().decode()
+        assert "Traceback" not in progress
+        assert "D1" in progress

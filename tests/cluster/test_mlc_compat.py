@@ -242,3 +242,21 @@ async def test_serve_hands_requests_to_the_subclass(routers: Callable[..., Route
         assert lines[-2] == "data: [DONE]"
         assert sum('"text":' in line for line in lines) == 3
     assert [call[0] for call in await calls(router, 1)] == ["prep_recv", "start_generate"] * 2
+
+
+@pytest.mark.engine
+async def test_the_subclass_on_real_engines_says_what_one_engine_says() -> None:
+    router = LastTokenRouter("smollm2-135m", hosts=["127.0.0.1"] * 2, ports=[0, 0], num_gpus=[2, 2])
+    try:
+        prompt = "The capital of France is"
+        disaggregated, _ = await text_of(router, completion(prompt, max_tokens=8, temperature=0))
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+        async with (
+            aiohttp.ClientSession(router.server_urls[0]) as session,
+            session.post("/v1/completions", json=body) as answer,
+        ):
+            assert disaggregated == (await answer.json())["choices"][0]["text"]
+        async with aiohttp.ClientSession(router.server_urls[0]) as session, session.get("/metrics") as answer:
+            assert 'mlcrouter_engine_put_bytes_total{peer="2"}' in await answer.text(), "KV went to rank 2"
+    finally:
+        router.terminate()
