@@ -115,6 +115,7 @@ class HttpConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._url = b""
         self._in_head = True
+        self._completed = False  # a request ended within the bytes last read
         self._head_size = self._body_size = 0
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
@@ -129,9 +130,11 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
             return
+        self._completed = False
         try:
             self._parser.feed_data(data)
-            if self._in_head:  # the parser keeps a header to itself until it is whole
+            # The parser keeps a header to itself until it is whole. Bytes that also ended a request are not counted.
+            if self._in_head and not self._completed:
                 self._head_size += len(data)
                 if self._head_size > MAX_HEAD:
                     self._refuse(431, "The headers are too long.")
@@ -195,7 +198,7 @@ class HttpConnection(asyncio.Protocol):
             http_1_0=self._parser.get_http_version() == "1.0",
             keep_alive=self._parser.should_keep_alive(),
         )
-        self._body, self._in_head = [], True
+        self._body, self._in_head, self._completed = [], True, True
         self._waiting.append(request)
         if self.task is None:
             self._next()
