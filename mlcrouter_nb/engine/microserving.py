@@ -2,6 +2,7 @@
 
 Source of the wire format: MLC-LLM, `mlc_llm.serve.entrypoints.microserving_entrypoints`."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -110,6 +111,7 @@ class MicroServing:
                 f"recv_rank is {body.recv_rank}; it must be another engine's than {rank}, below {num_pes}.",
                 param="recv_rank",
             )
+        await _has_not_left(request)
         inbox = Inbox()
         job = Send(
             tokens=prompt,
@@ -119,7 +121,7 @@ class MicroServing:
             segments=[len(segments), *(number for segment in segments for number in segment)],
             recv_rank=body.recv_rank,
         )
-        self._sends[user] = job, inbox
+        self._sends[self._new_user(user, self._sends)] = job, inbox
         try:
             async with self._service.running(job):
                 await inbox.get()
@@ -213,6 +215,16 @@ class MicroServing:
                 "(MLC_NVSHMEM_INIT_CONFIG_JSON_STR)."
             )
         return self._service.world
+
+
+async def _has_not_left(request: web.Request) -> None:
+    """Raise where the client's leave is known to the system but not to us yet, as after this process was stopped.
+
+    The peer may have freed the pages meanwhile: writing into them would spoil another request."""
+    for _ in range(3):  # turns of the loop: one reads the request, one the end of the connection
+        await asyncio.sleep(0)
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("The client has left.")
 
 
 def _from_start(position: int, length: int, param: str) -> int:

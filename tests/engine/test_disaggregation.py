@@ -139,6 +139,28 @@ async def test_a_stopped_prefill_engine_means_no_kv(pair: Pair) -> None:
     assert content["choices"][0]["text"] == await pair.prefill.greedy(prompt)
 
 
+async def test_a_stopped_engine_writes_nothing_for_clients_that_left_meanwhile(pair: Pair) -> None:
+    body = {**GREEDY, "prompt": prompt_of(100, 22), "user": "left"}
+    _, kv = await pair.decode.post("/microserving/prep_recv", end=-1, **body)
+    where = {"begin": 0, "end": 99, "kv_addr_info": kv["kv_append_metadata"], "recv_rank": 1}
+    before = await pair.prefill.metrics()
+    pair.engines[0].process.send_signal(signal.SIGSTOP)
+    try:
+        for number in range(5):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await pair.prefill.post(
+                        "/microserving/remote_send", **{**body, "user": str(number)}, **where
+                    )
+    finally:
+        pair.engines[0].process.send_signal(signal.SIGCONT)
+    await pair.decode.post("/microserving/abort", user="left")
+    await pair.prefill.greedy(prompt_of(30, 23))
+    await pair.prefill.rests()
+    put = 'put_bytes_total{peer="1"}'
+    assert (await pair.prefill.metrics()).get(put, 0) == before.get(put, 0)
+
+
 async def test_slots_outside_the_peer_s_pages_are_refused(pair: Pair) -> None:
     from mlcrouter_nb.protocol.microserving import encode_kv_metadata
 
