@@ -14,6 +14,7 @@ from ..router.router import Router
 from ..telemetry import Snapshot, Telemetry
 from . import current
 from .ask import Answer, Submission, chunks_of, make_body
+from .bridge import iterate
 from .launchers.base import Engine
 from .loop_thread import LoopThread
 from .options import DEFAULT_MODEL, check_policy, make_options
@@ -170,7 +171,7 @@ class Cluster:
         """Chunks as they come (`chunk.text`, `.finish_reason`, `.usage`); leaving the iteration ends the request."""
         router, thread = self._running()
         body = make_body(prompt, messages, self._chat(chat), fields, self._service.model_name)
-        return thread.iterate(chunks_of(router, body, policy))
+        return iterate(thread, chunks_of(router, body, policy))
 
     def submit(
         self,

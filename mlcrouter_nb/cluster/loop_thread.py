@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +40,16 @@ class Job(Generic[T]):
         except TimeoutError:
             return self.future.done()  # a TimeoutError may also be what the coroutine raised
         return True
+
+    async def end(self, patience: float) -> None:
+        """Cancel the coroutine and await its clean-up, from any loop; whatever it raises then is nobody's any more."""
+        self.cancel()
+        waiter = asyncio.wrap_future(self.future)
+        await asyncio.wait({waiter}, timeout=patience)
+        if waiter.done() and not waiter.cancelled():
+            waiter.exception()
+        else:
+            waiter.cancel()
 
     def _start(self) -> None:
         self._task = self._loop.create_task(self._coroutine)
@@ -142,16 +151,9 @@ class LoopThread:
             while not waiter.done():
                 await asyncio.wait({waiter}, timeout=TICK)
         except asyncio.CancelledError:
-            await _end(job, patience)
+            await job.end(patience)
             raise
         return waiter.result()
-
-    def iterate(self, source: AsyncIterator[T], *, capacity: int = 256) -> AsyncGenerator[T, None]:
-        """Iterate on any loop over what an iterator yields on this one.
-
-        The source runs in one task of this loop, ahead of the reader by `capacity` items at most; leaving the
-        iteration cancels it."""
-        return _bridge(self, source, capacity)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Cancel what still runs, close the loop and join the thread (unless called on it)."""
@@ -182,84 +184,3 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking function on a daemon thread of its own, so that leaving the interpreter never waits for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="mlcrouter-worker", daemon=True).start()
-    return await future
-
-
-async def _bridge(thread: LoopThread, source: AsyncIterator[T], capacity: int) -> AsyncGenerator[T, None]:
-    reader_loop = asyncio.get_running_loop()
-    if reader_loop is thread.loop:
-        async for item in source:
-            yield item
-        return
-    items: deque[T] = deque()
-    arrived = asyncio.Event()  # belongs to the reader's loop
-    room = asyncio.Semaphore(capacity)  # belongs to the router's loop
-
-    def wake(_: object = None) -> None:
-        with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody reads any more
-            reader_loop.call_soon_threadsafe(arrived.set)
-
-    async def pump() -> None:
-        try:
-            async for item in source:
-                await room.acquire()
-                items.append(item)
-                wake()
-        finally:
-            close = getattr(source, "aclose", None)
-            if close is not None:
-                await close()
-
-    job = thread.submit(pump())
-    job.future.add_done_callback(wake)
-    try:
-        while not job.future.done() or items:  # in this order: the last items come before the end
-            if items:
-                item = items.popleft()
-                thread.loop.call_soon_threadsafe(room.release)
-                yield item
-                continue
-            arrived.clear()
-            if not items and not job.future.done():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(arrived.wait(), TICK)
-        job.future.result()
-    finally:
-        if not job.future.done():
-            await _end(job, 2.0)
-
-
-async def _end(job: Job[T], patience: float) -> None:
-    """Cancel a job and wait for its clean-up; whatever it raises then is nobody's any more."""
-    job.cancel()
-    waiter = asyncio.wrap_future(job.future)
-    await asyncio.wait({waiter}, timeout=patience)
-    if waiter.done() and not waiter.cancelled():
-        waiter.exception()
-    else:
-        waiter.cancel()

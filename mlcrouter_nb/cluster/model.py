@@ -14,10 +14,10 @@ from ..protocol.errors import ArgumentError
 from ..protocol.progress import Progress
 from ..router.prompts import Encoder, Template
 from ..telemetry import Telemetry
+from .bridge import in_thread
 from .launchers.attach import AttachLauncher
 from .launchers.base import Launcher
 from .launchers.cpu import CpuLauncher, CpuOptions
-from .loop_thread import in_thread
 from .options import Options
 
 

@@ -9,6 +9,7 @@ import aiohttp
 
 from ..cluster import Cluster
 from ..cluster.ask import chunks_of
+from ..cluster.bridge import iterate
 from ..cluster.launchers.base import Engine
 from ..cluster.roles import roles_for
 from ..protocol.errors import ArgumentError
@@ -115,7 +116,7 @@ class Router:
         if not request.stream:
             yield await thread.run(self._answer(router, body))
             return
-        async with contextlib.aclosing(thread.iterate(self._chunks(router, body))) as responses:
+        async with contextlib.aclosing(iterate(thread, self._chunks(router, body))) as responses:
             async for response in responses:
                 yield response
 

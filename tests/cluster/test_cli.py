@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mlcrouter_nb import cli
+from mlcrouter_nb.cli.router import make_cluster
 from mlcrouter_nb.cluster.roles import parse_roles
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
@@ -151,7 +152,7 @@ def test_mlcs_spelling_of_lists() -> None:
             "2",
         ]
     )
-    cluster = cli._make_cluster(options)
+    cluster = make_cluster(options)
     assert [(spec.name, spec.port, spec.rank) for spec in cluster.options.specs()] == [
         ("P0", 9001, 0),
         ("D1", 9002, 2),
@@ -169,7 +170,7 @@ def test_mlcs_spelling_of_lists() -> None:
     ],
 )
 def test_defaults(arguments: list[str], roles: str, policy: str) -> None:
-    cluster = cli._make_cluster(cli.make_parser().parse_args(["router", "m", *arguments]))
+    cluster = make_cluster(cli.make_parser().parse_args(["router", "m", *arguments]))
     assert cluster.options.slots == tuple(parse_roles(roles))
     assert cluster._first_policy.name == policy
 
@@ -177,7 +178,7 @@ def test_defaults(arguments: list[str], roles: str, policy: str) -> None:
 def test_a_policy_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "first_engine.py"
     path.write_text("async def route(request, engines):\n    return engines.all[0].complete(request)\n")
-    cluster = cli._make_cluster(cli.make_parser().parse_args(["router", "m", "--policy", str(path)]))
+    cluster = make_cluster(cli.make_parser().parse_args(["router", "m", "--policy", str(path)]))
     assert cluster._first_policy.name == "first-engine"
     assert cluster.book.get("first-engine").origin == str(path)
 

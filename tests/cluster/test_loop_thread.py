@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from mlcrouter_nb.cluster.loop_thread import LoopThread, in_thread
+from mlcrouter_nb.cluster.bridge import in_thread, iterate
+from mlcrouter_nb.cluster.loop_thread import LoopThread
 from mlcrouter_nb.protocol.errors import MlcRouterError
 
 
@@ -117,7 +118,7 @@ async def count(n: int, closed: threading.Event) -> AsyncIterator[int]:
 
 async def test_iterate_gives_all_in_order(thread: LoopThread) -> None:
     closed = threading.Event()
-    assert [i async for i in thread.iterate(count(1000, closed), capacity=16)] == list(range(1000))
+    assert [i async for i in iterate(thread, count(1000, closed), capacity=16)] == list(range(1000))
     assert closed.is_set()
 
 
@@ -129,7 +130,7 @@ async def test_iterate_passes_errors_on_after_the_items(thread: LoopThread) -> N
 
     seen = []
     with pytest.raises(ValueError, match="as told"):
-        async for item in thread.iterate(two_then_fail()):
+        async for item in iterate(thread, two_then_fail()):
             seen.append(item)
     assert seen == [1, 2]
 
@@ -143,7 +144,7 @@ async def test_the_source_runs_ahead_by_its_capacity_only_and_ends_when_left(thr
             produced.append(i)
             yield i
 
-    async with contextlib.aclosing(thread.iterate(source(), capacity=8)) as items:
+    async with contextlib.aclosing(iterate(thread, source(), capacity=8)) as items:
         async for item in items:
             assert item == 0
             break
