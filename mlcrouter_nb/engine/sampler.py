@@ -78,12 +78,23 @@ def sample(logits: np.ndarray, params: SamplingParams, position: int, counts: Ma
         return best
     weights = np.exp((logits - logits[best]) / np.float32(max(params.temperature, 1e-5)))
     candidates = _candidates(weights, params)
-    if candidates is not None:
-        weights = weights[candidates]
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    drawn = int(np.searchsorted(cumulative, chance(params.seed, position) * cumulative[-1], side="right"))
-    drawn = min(drawn, len(cumulative) - 1)
-    return drawn if candidates is None else int(candidates[drawn])
+    share = chance(params.seed, position)
+    if candidates is None:
+        return _draw(weights, share)
+    return int(candidates[_draw(weights[candidates], share)])
+
+
+def _draw(weights: np.ndarray, share: float, block: int = 256) -> int:
+    """The index at `share` of the weights' sum. Sums of blocks first: a running sum of the whole vocabulary is slow."""
+    blocks = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), block)), dtype=np.float64)
+    target = share * blocks[-1]
+    chosen = min(int(np.searchsorted(blocks, target, side="right")), len(blocks) - 1)
+    within = weights[chosen * block : (chosen + 1) * block]
+    rest = target - (blocks[chosen - 1] if chosen else 0.0)
+    index = int(np.searchsorted(np.cumsum(within, dtype=np.float64), rest, side="right"))
+    if index == len(within):  # the sums were rounded differently
+        index = int(within.argmax())
+    return chosen * block + index
 
 
 def chance(seed: int, position: int) -> float:

@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mlcrouter_nb.engine.sampler import SamplingParams, chance, sample
+from mlcrouter_nb.engine.sampler import SamplingParams, _draw, chance, sample
 from mlcrouter_nb.protocol.errors import MlcRouterError, RequestError
 from mlcrouter_nb.protocol.openai import ChatCompletionRequest, CompletionRequest
 
@@ -54,6 +54,14 @@ def test_cuts_of_a_large_vocabulary_agree_with_a_full_sort() -> None:
         nucleus = order[: int(np.searchsorted(np.cumsum(weights), top_p * weights.sum())) + 1]
         seen = set(drawn(SamplingParams(seed=2, top_p=top_p), logits, times=200))
         assert seen <= set(nucleus.tolist())
+
+
+def test_draws_from_a_large_vocabulary_follow_its_weights() -> None:
+    weights = np.zeros(5000, np.float32)
+    weights[[3, 255, 256, 4999]] = [1, 2, 3, 4]
+    counts = Counter(_draw(weights, (i + 0.5) / 10_000) for i in range(10_000))
+    assert counts == {3: 1000, 255: 2000, 256: 3000, 4999: 4000}
+    assert _draw(weights, 0.0) == 3 and _draw(weights, 1 - 2**-53) == 4999
 
 
 def test_ties_go_to_the_smaller_id() -> None:
