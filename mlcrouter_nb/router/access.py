@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from ..protocol.errors import RequestError
-from .http_server import HttpRequest
+from .reply import HttpRequest
 
 PREFLIGHT_AGE_S = 600
 

@@ -63,6 +63,13 @@ def check_route(tree: ast.Module, wrong: Callable[[int | None, str], PolicyError
         raise wrong(route.lineno, "route takes two arguments: write `async def route(request, engines):`.")
 
 
+def assigned_globals(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """`(line, name)` of each `global name` in a function of the source."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from ((node.lineno, name) for name in node.names)
+
+
 def undefined_names(code: CodeType) -> Iterator[tuple[int | None, str, list[str]]]:
     """`(line, name, names that exist)` for each global name that nothing in the source defines."""
     codes = list(nested(code))

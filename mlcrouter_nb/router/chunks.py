@@ -7,7 +7,7 @@ from ..protocol.errors import EngineError
 from ..telemetry.traces import event_text
 
 if TYPE_CHECKING:
-    from .upstream import Call
+    from .call import Call
 
 
 class Chunk:

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..protocol.errors import EngineError, MlcRouterError, RequestError
-from ..protocol.microserving import PrepRecvResponse, decode_kv_metadata
+from ..protocol.errors import EngineError, MlcRouterError
 from ..telemetry import CallTrace, Telemetry
+from .aborting import ABORT_S, Held, abandon
+from .call import Call
+from .connections import Pool
 from .guard import Guard, Lease
+from .kv import KV, check_reserved
 from .stream import Stream
-from .upstream import Call, Pool
 
 if TYPE_CHECKING:
     from .request import Request
-
-ABORT_S = 5.0
-
-
-class KV:
-    """Room that a decode engine has reserved for a prompt's KV: positions [prefix_matched_length, end).
-
-    Both are token counts and never negative; `endpoint` is the engine that holds it."""
-
-    def __init__(self, endpoint: Endpoint, matched: int, end: int, metadata: str, lease: Lease) -> None:
-        self.endpoint = endpoint
-        self.prefix_matched_length = matched
-        self.end = end
-        self.metadata = metadata
-        self.lease = lease
-        self.started = False  # start_generate has been called
-        self.consumed = False  # the engine has taken it over and ended with it
-
-    def __repr__(self) -> str:
-        return f"<KV on {self.endpoint.name}: [{self.prefix_matched_length}, {self.end})>"
 
 
 class Endpoint:
@@ -88,13 +70,17 @@ class Endpoint:
         guard.reserving[self] = None
         try:
             answer = await self._ask(request, "prep_recv", {"end": end}, (0, stop), None, guard.reserving)
-            kv = self._reserved(answer, stop, length, lease)
+            try:
+                told = check_reserved(answer, stop, length)
+            except ValueError as error:
+                raise self._nonsense("prep_recv", json.dumps(answer).encode()) from error
         except BaseException:
             guard.give_back(lease)
             raise
         if guard.released:
             raise MlcRouterError("the request is over.")
-        guard.reserved[self] = kv
+        matched = told.prefix_matched_length
+        kv = guard.reserved[self] = KV(self, matched, max(stop, matched), told.kv_append_metadata, lease)
         return kv
 
     async def remote_send(
@@ -217,11 +203,9 @@ class Endpoint:
                 "engine_load", engine=self.name, in_flight=self.in_flight, waiting_tokens=self.waiting_tokens
             )
 
-    def abandon(
-        self, user: str, senders: Sequence[tuple[Endpoint, Call | None]], holders: Sequence[tuple[Endpoint, Call | None]]
-    ) -> None:  # fmt: skip
-        """Free what engines hold for an attempt: first those that may still write, then those that are written to."""
-        task = asyncio.get_running_loop().create_task(self._abandon(user, senders, holders))
+    def abandon(self, user: str, senders: Held, holders: Held) -> None:
+        """Free what engines hold for an attempt, in a task that `close` waits for."""
+        task = asyncio.get_running_loop().create_task(abandon(user, senders, holders))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -230,10 +214,21 @@ class Endpoint:
         """Whether the engine knows `POST /microserving/abort`, which is ours."""
         return self.kind == "cpu"
 
-    async def get(self, path: str, deadline_s: float = 2.0) -> tuple[int, bytes]:
-        """Status and body of a GET; raises `EngineError`."""
+    async def ask(self, path: str, body: bytes | None = None, deadline_s: float = 2.0) -> tuple[int, bytes]:
+        """Status and body of a call that belongs to no request: POST, or GET where `body` is None.
+
+        Raises `EngineError`."""
         call = Call(self.name, deadline_s, _nothing, _nothing)
-        return await self._answer(call, path, None, deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._pool.send(call, path, body)
+                answer = await call.body()
+        except TimeoutError as error:
+            problem = f"{self.name} did not answer within {deadline_s:g} s."
+            raise EngineError(problem, engine=self.name, status=504) from error
+        finally:
+            call.close()
+        return call.status, answer
 
     async def close(self) -> None:
         """Let the last aborts go out, then close all connections."""
@@ -243,50 +238,6 @@ class Endpoint:
             task.cancel()
         await asyncio.gather(*self._aborts, return_exceptions=True)
         self._pool.close()
-
-    async def _abandon(
-        self, user: str, senders: Sequence[tuple[Endpoint, Call | None]], holders: Sequence[tuple[Endpoint, Call | None]]
-    ) -> None:  # fmt: skip
-        for group in (senders, holders):
-            await asyncio.gather(*(endpoint._abort(user, call) for endpoint, call in group))
-
-    async def _abort(self, user: str, call: Call | None) -> None:
-        """Abort until the call has ended, and once after that: the first may overtake the call on its way there."""
-        body = json.dumps({"user": user}).encode()
-        loop = asyncio.get_running_loop()
-        deadline, pause = loop.time() + ABORT_S, 0.01
-        try:
-            while True:
-                was_open = call is not None and not call.finished
-                await self._answer(
-                    Call(self.name, ABORT_S, _nothing, _nothing), "/microserving/abort", body, ABORT_S
-                )
-                if call is None or not was_open or loop.time() > deadline:
-                    break
-                if not call.finished:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, 0.5)
-        except EngineError:
-            pass  # it cannot be reached, or frees the KV at its own deadline
-        finally:
-            if call is not None:
-                call.close()
-
-    async def _answer(
-        self, call: Call, path: str, body: bytes | None, deadline_s: float
-    ) -> tuple[int, bytes]:
-        """The whole answer to a call, within a deadline."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._pool.send(call, path, body)
-                answer = await call.body()
-                return call.status, answer
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.name} did not answer within {deadline_s:g} s.", engine=self.name, status=504
-            ) from error
-        finally:
-            call.close()
 
     async def _ask(
         self,
@@ -329,21 +280,6 @@ class Endpoint:
         except ValueError as error:
             raise self._nonsense(verb, body) from error
         return answer
-
-    def _reserved(self, answer: dict[str, Any], stop: int, length: int, lease: Lease) -> KV:
-        """What prep_recv answered, checked: a wrong window kills an engine."""
-        try:
-            told = PrepRecvResponse.model_validate(answer)
-        except ValueError as error:
-            raise self._nonsense("prep_recv", json.dumps(answer).encode()) from error
-        matched = told.prefix_matched_length
-        try:
-            expected = sum(size for _, size in decode_kv_metadata(told.kv_append_metadata))
-        except RequestError:
-            expected = max(stop - matched, 0)  # another engine's own format: opaque to us
-        if not 0 <= matched < length or expected != max(stop - matched, 0):
-            raise self._nonsense("prep_recv", json.dumps(answer).encode())
-        return KV(self, matched, max(stop, matched), told.kv_append_metadata, lease)
 
     def _nonsense(self, verb: str, body: bytes) -> EngineError:
         start = body[:200].decode(errors="replace")

@@ -10,8 +10,9 @@ from ..protocol.errors import ArgumentError, EngineError, RequestError
 from ..telemetry.prometheus import CONTENT_TYPE, metrics_page
 from .access import Access, preflight
 from .chunks import Chunk
-from .http_server import HttpRequest, HttpServer, Reply
+from .http_server import HttpServer
 from .problems import problem
+from .reply import HttpRequest, Reply
 from .router import Router
 from .sinks import AnswerSink
 
@@ -89,6 +90,8 @@ class Gateway:
             else:
                 if status == 401:
                     reply.headers.append(("WWW-Authenticate", "Bearer"))
+                if isinstance(error, EngineError) and error.retry_after.isdecimal():
+                    reply.headers.append(("Retry-After", error.retry_after))
                 reply.send_json(status, body)
 
     async def _route(self, request: HttpRequest, reply: Reply) -> None:
@@ -148,7 +151,7 @@ class Gateway:
         if self.router.model is not None:
             return [{"id": self.router.model, "object": "model", "created": 0, "owned_by": "mlcrouter_nb"}]
         endpoints = [endpoint for endpoint in self.router.endpoints if endpoint.available]
-        answers = await asyncio.gather(*(e.get("/v1/models") for e in endpoints), return_exceptions=True)
+        answers = await asyncio.gather(*(e.ask("/v1/models") for e in endpoints), return_exceptions=True)
         models: dict[str, dict[str, Any]] = {}
         for answer in answers:
             if isinstance(answer, BaseException):

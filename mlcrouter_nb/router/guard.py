@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .endpoint import KV, Endpoint
-    from .upstream import Call
+    from .call import Call
+    from .endpoint import Endpoint
+    from .kv import KV
 
 
 class Lease:

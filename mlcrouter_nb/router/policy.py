@@ -8,7 +8,7 @@ from typing import Any
 
 from ..protocol.errors import ArgumentError, MlcRouterError, PolicyError
 from ..telemetry.views import PolicyView
-from .check import check_source, did_you_mean
+from .check import assigned_globals, check_source, did_you_mean
 from .failures import describe, line_in_traceback, policy_error, remember
 from .namespace import Namespace
 from .parameters import Parameter
@@ -87,6 +87,10 @@ def compile_policy(name: str, source: str, origin: str = "", filename: str | Non
     tree = check_source(name, source, origin, filename)
     namespace = run_module(name, tree, origin, filename)
     parameters = take_parameters(namespace)
+    for line, assigned in assigned_globals(tree):
+        if assigned in parameters:
+            problem = f"'{assigned}' is a parameter, which only its control sets; assign to another name."
+            raise policy_error(name, origin, filename, line, problem)
     route = namespace["route"]
     doc = ast.get_docstring(tree) or inspect.getdoc(route) or ""
     return Policy(

@@ -1,28 +1,25 @@
 """The router: takes requests, runs their policies, resumes what breaks, and counts."""
 
 import asyncio
-import random
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 from pydantic import BaseModel
 
-from ..protocol.errors import ArgumentError, EngineError, RequestError
+from ..protocol.errors import ArgumentError, RequestError
 from ..protocol.openai import ChatCompletionRequest, CompletionRequest, check_body
-from ..telemetry import RequestTrace, Telemetry
-from .chunks import Chunk
-from .delivery import Delivery, Preempted, Sink
-from .dispatch import attempt
+from ..telemetry import Telemetry
+from .delivery import Delivery, Sink
 from .endpoint import Endpoint
 from .groups import Engines
 from .parameters import Parameter
 from .policy import Policy, PolicyBook
 from .prompts import Encoder, Prompts, Template
 from .request import Request
-from .sinks import QueueSink
+from .request_stream import RequestStream
+from .resuming import Attempts, Limits
 
 
 class Router:
@@ -49,7 +46,7 @@ class Router:
         self.telemetry = telemetry or Telemetry()
         self.book = book or PolicyBook()
         self.model = model
-        self.resume_limit, self.stall_s, self.backoff_s = resume_limit, stall_s, backoff_s
+        self.limits = Limits(resume_limit, backoff_s, stall_s)
         self.draining = False
         self._prompts = Prompts(tokenizer, chat, context_length)
         self._endpoints = list(endpoints)
@@ -143,7 +140,7 @@ class Router:
         state, problem = "cancelled", ""
         try:
             delivery = Delivery(request, sink, self.telemetry)
-            await self._attempts(request, delivery)
+            await Attempts(request, self._engines, delivery, self._prompts, self.limits).run()
             delivery.total_usage()
             state = "finished"
             return delivery
@@ -167,56 +164,9 @@ class Router:
         *,
         policy: str | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> "RequestStream":
+    ) -> RequestStream:
         """The chunks of a request: `async for chunk in router.stream(...)`, best within `async with`."""
         return RequestStream(self, self.request(body, policy=policy, headers=headers))
-
-    async def _attempts(self, request: Request, delivery: Delivery) -> None:
-        failed: list[str] = []
-        while True:
-            try:
-                return await attempt(request, self._engines.without(failed), delivery, self.stall_s)
-            except (Preempted, EngineError) as error:
-                request.guard.release()
-                self._check_resume(request, delivery, error, failed)
-            await asyncio.sleep(self.backoff_s * 2**request.attempt * random.uniform(0.5, 1.5))
-            if not self._next_attempt(request, delivery):
-                return delivery.end()
-
-    def _check_resume(
-        self, request: Request, delivery: Delivery, error: Exception, failed: list[str]
-    ) -> None:
-        """Raise `error` again where another attempt is of no use; remember the engine that failed."""
-        if request.left or request.attempt >= self.resume_limit:
-            raise error
-        if isinstance(error, EngineError):
-            again = error.status == 0 or error.status >= 500
-            if error.engine in failed:
-                failed.remove(error.engine)
-            failed.append(error.engine)
-            alone = not any(e.available and e.name not in failed for e in self._peers(error.engine))
-            if not again or error.status == 501 or (alone and error.status == 504):
-                raise error
-        reason = delivery.why_not_resumable()
-        if reason:
-            raise EngineError(f"{error} It could not go on elsewhere: {reason}.", status=502) from error
-
-    def _peers(self, name: str) -> list[Endpoint]:
-        role = next((e.role for e in self._endpoints if e.name == name), None)
-        return [e for e in self._endpoints if e.role == role]
-
-    def _next_attempt(self, request: Request, delivery: Delivery) -> bool:
-        """Prepare the next attempt; False where the client has got all that it asked for."""
-        if delivery.begun:
-            text, ids, tokens = delivery.sent(self._prompts.tokenizer)
-            request.resume(text, ids, tokens)
-            if request.max_tokens is not None and request.max_tokens <= 0:
-                delivery.finish_with("length")
-                return False
-            delivery.next_leg(tokens)
-        request.next_attempt()
-        self.telemetry.emit("request_resumed", request=request.id, attempt=request.attempt)
-        return True
 
     # The end
 
@@ -239,59 +189,3 @@ class Router:
 
     def _show_policy(self, kind: str) -> None:
         self.telemetry.emit(kind, policy=self._policy.view())
-
-
-class RequestStream:
-    """A running request: its chunks, its trace, and a way to leave it."""
-
-    def __init__(self, router: Router, request: Request) -> None:
-        self.request = request
-        self._router = router
-        self._sink = QueueSink()
-        self._delivery: Delivery | None = None
-        self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(lambda _: router.forget(request))  # also where it never began
-
-    @property
-    def trace(self) -> RequestTrace:
-        """What becomes of the request."""
-        return self.request.trace
-
-    @property
-    def usage(self) -> dict[str, Any] | None:
-        """OpenAI's usage object, once the stream has ended."""
-        return self._delivery.total_usage() if self._delivery is not None else None
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the stream ended."""
-        return self._delivery.finish_reason if self._delivery is not None else None
-
-    async def aclose(self) -> None:
-        """Leave the request and wait until nothing of it is left."""
-        if not self._task.done():
-            self.request.leave()
-            self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        try:
-            while (chunk := await self._sink.read()) is not None:
-                yield chunk
-            await self._task  # raises what went wrong
-        finally:
-            await self.aclose()
-
-    async def __aenter__(self) -> "RequestStream":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def _run(self) -> None:
-        try:
-            self._delivery = await self._router.run(self.request, self._sink)
-        finally:
-            self._sink.close()

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import MlcRouterError
+from .call import Call
 from .chunks import Chunk
 from .guard import Lease
-from .upstream import Call
 
 if TYPE_CHECKING:
-    from .endpoint import KV, Endpoint
+    from .endpoint import Endpoint
+    from .kv import KV
     from .request import Request
 
 

@@ -56,6 +56,7 @@ class Plan:
     cut: int = 0  # writes the answer's body in pieces of so many bytes
     newline: str = "\n"
     comments: bool = False
+    retry_after: str = ""
     token_ids: bool = False
     tokens: int | None = None
 
@@ -168,7 +169,9 @@ class ScriptedEngine:
         if plan.status != 200 or plan.body is not None:
             if plan.status != 200:
                 self.reserved.discard(body.get("user"))
-            return self._raw(writer, plan.status, plan.body or b'{"error": {"message": "scripted"}}')
+            return self._raw(
+                writer, plan.status, plan.body or b'{"error": {"message": "scripted"}}', plan.retry_after
+            )
         if path == "/microserving/prep_recv":
             end = body["end"] if body["end"] >= 0 else len(body["prompt"]) + body["end"]
             window = max(end - self.matched, 0)
@@ -187,68 +190,81 @@ class ScriptedEngine:
         prompt = " ".join(m["content"] for m in body["messages"]) if chat else body["prompt"]
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         count = plan.tokens or body.get("max_completion_tokens") or body.get("max_tokens") or 8
-        start = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        writer.write(start.encode())
-
-        def event(choices: list[Any], **more: Any) -> bytes:
-            kind = "chat.completion.chunk" if chat else "text_completion"
-            head = {
-                "id": body["user"] if "micro" in path else f"cmpl-{self.name}",
-                "object": kind,
-                "created": 7,
-            }
-            line = (
-                f"data: {json.dumps({**head, 'model': body.get('model') or 'm', 'choices': choices, **more})}"
-            )
-            return (
-                ": ping" + plan.newline if plan.comments else ""
-            ).encode() + f"{line}{plan.newline * 2}".encode()
-
-        async def send(data: bytes) -> None:
-            for piece in (
-                [data[i : i + plan.cut] for i in range(0, len(data), plan.cut)] if plan.cut else [data]
-            ):
-                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-                if plan.cut:
-                    await writer.drain()
-                    await asyncio.sleep(0)
-            await writer.drain()
-
-        def choice(text: str, reason: str | None, index: int) -> dict[str, Any]:
-            content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
-            if plan.token_ids and text:
-                content["token_ids"] = [length + index]
-            return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-
+        id = body["user"] if "microserving" in path else f"cmpl-{self.name}"
+        wire = Events(writer, plan, chat, {"id": id, "created": 7, "model": body.get("model") or "m"})
+        wire.begin()
         if chat:
-            await send(
-                event([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-            )
+            await wire.choice({"role": "assistant", "content": ""})
         for i in range(count):
             if i == plan.die_after:
                 raise ConnectionError("scripted")
             if i == plan.silent_after:
                 await asyncio.sleep(3600)
             if i == plan.error_after:
-                await send(b'data: {"error": {"message": "scripted", "code": 500}}\n\ndata: [DONE]\n\n')
-                return writer.write(b"0\r\n\r\n")
+                await wire.send({"error": {"message": "scripted", "code": 500}})
+                return await wire.end()
             if i == plan.preempt_after:
-                await send(event([choice("", "preempt", i)]) + b"data: [DONE]\n\n")
-                return writer.write(b"0\r\n\r\n")
+                await wire.text("", "preempt")
+                return await wire.end()
             if i == plan.end_after:
-                return writer.write(b"0\r\n\r\n")
-            if plan.token_s:
-                await asyncio.sleep(plan.token_s)
-            await send(event([choice(f"t{length + i} ", None, i)]))
+                return await wire.end(done=False)
+            await asyncio.sleep(plan.token_s)
+            await wire.text(f"t{length + i} ", token_id=length + i)
+        await wire.text("", "length")
         usage = {"prompt_tokens": length, "completion_tokens": count, "total_tokens": length + count}
-        done = f"data: [DONE]{plan.newline * 2}".encode()
-        await send(event([choice("", "length", count)]) + event([], usage=usage) + done)
-        writer.write(b"0\r\n\r\n")
+        await wire.send({"choices": [], "usage": usage})
+        return await wire.end()
 
     def _json(self, writer, status: int, value: Any) -> None:
         self._raw(writer, status, json.dumps(value).encode())
 
     @staticmethod
-    def _raw(writer, status: int, body: bytes) -> None:
-        head = f"HTTP/1.1 {status} Scripted\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+    def _raw(writer, status: int, body: bytes, retry_after: str = "") -> None:
+        head = (
+            f"HTTP/1.1 {status} Scripted\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        )
+        if retry_after:
+            head += f"Retry-After: {retry_after}\r\n"
+        writer.write(f"{head}\r\n".encode() + body)
+
+
+class Events:
+    """An answer's event stream, in the dialect of a plan."""
+
+    def __init__(self, writer, plan: Plan, chat: bool, head: dict[str, Any]) -> None:
+        self.writer, self.plan, self.chat = writer, plan, chat
+        self.head = head | {"object": "chat.completion.chunk" if chat else "text_completion"}
+
+    def begin(self) -> None:
+        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        self.writer.write(head.encode())
+
+    async def text(self, text: str, reason: str | None = None, token_id: int | None = None) -> None:
+        content: dict[str, Any] = {"content": text} if self.chat else {"text": text}
+        ids = {"token_ids": [token_id]} if self.plan.token_ids and token_id is not None else {}
+        await self.choice(content, reason, **ids)
+
+    async def choice(self, content: dict[str, Any], reason: str | None = None, **more: Any) -> None:
+        content = {"delta": content} if self.chat else content
+        await self.send(
+            {"choices": [{"index": 0, **content, "logprobs": None, "finish_reason": reason, **more}]}
+        )
+
+    async def send(self, event: dict[str, Any]) -> None:
+        await self._write(json.dumps({**self.head, **event}))
+
+    async def end(self, done: bool = True) -> None:
+        if done:
+            await self._write("[DONE]")
+        self.writer.write(b"0\r\n\r\n")
+
+    async def _write(self, data: str) -> None:
+        newline, cut = self.plan.newline, self.plan.cut
+        comment = f": ping{newline}" if self.plan.comments else ""
+        event = f"{comment}data: {data}{newline * 2}".encode()
+        for begin in range(0, len(event), cut or len(event)):
+            piece = event[begin : begin + (cut or len(event))]
+            self.writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await self.writer.drain()
+            if cut:
+                await asyncio.sleep(0)

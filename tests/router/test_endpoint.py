@@ -188,6 +188,6 @@ async def test_attached_engines_need_no_tokenizer_until_a_policy_looks(serve):
 async def test_plain_engines_cannot_disaggregate(serve):
     async with serve("1P1D", kind="attach") as served:
         served.engines["D1"].plan(PREP, status=404)
-        with pytest.raises(EngineError, match="does not know prep_recv.*one-engine policy"):
+        with pytest.raises(EngineError, match=r"does not know prep_recv.*one-engine policy"):
             await served.texts(BODY)
         served.engines["D1"].reserved.clear()

@@ -76,6 +76,13 @@ async def test_what_the_engine_refuses_is_not_tried_again(serve, policy, engine,
         assert len(served.engines[engine].told(call)) == 1
 
 
+async def test_back_pressure_reaches_the_client(serve):
+    async with serve("1") as served:
+        served.engines["E0"].plan(COMPLETE, status=429, retry_after="7")
+        async with served.http.post("/v1/completions", json=BODY) as response:
+            assert (response.status, response.headers["retry-after"]) == (429, "7")
+
+
 @pytest.mark.parametrize(("policy", "engine", "call"), MOMENTS)
 async def test_attempts_are_bounded(serve, policy, engine, call):
     async with serve("1P1D", resume_limit=2) as served:

@@ -161,9 +161,8 @@ async def test_other_pages_may_not(serve):
     ],
 )
 async def test_the_host_header_is_checked_on_loopback(serve, host, status):
-    async with serve("1") as served:
-        async with served.http.get("/health", headers={"Host": host}) as response:
-            assert response.status == status
+    async with serve("1") as served, served.http.get("/health", headers={"Host": host}) as response:
+        assert response.status == status
 
 
 async def test_the_key_is_asked_for_and_never_passed_on(serve):

@@ -57,6 +57,15 @@ async def test_two_hundred_requests_a_third_of_them_left(serve, policy):
         assert states.count("failed") == 0
 
 
+async def until_open(engine) -> None:
+    """Wait until a call has reached the engine."""
+    for _ in range(100):
+        if engine.open:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("no call came")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("policy", "engine", "call"),
@@ -76,11 +85,7 @@ async def test_a_leave_is_seen_behind_a_silent_engine(serve, policy, engine, cal
         body = json.dumps(BODY | {"stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        for _ in range(100):
-            if served.engines[engine].open:
-                break
-            await asyncio.sleep(0.01)
-        assert served.engines[engine].open == 1
+        await until_open(served.engines[engine])
         writer.transport.abort()
         await served.nothing_left(1.0)
         assert served.router.telemetry.finished[-1].state == "cancelled"
@@ -144,8 +149,7 @@ async def test_what_does_not_end_in_time_is_ended(serve):
     async with serve("1") as served:
         served.engines["E0"].plan(COMPLETE, silent=True)
         asking = asyncio.create_task(served.http.post(COMPLETE, json=BODY))
-        while not served.engines["E0"].open:
-            await asyncio.sleep(0.01)
+        await until_open(served.engines["E0"])
         await asyncio.wait_for(served.gateway.stop(0.1), 2)
         with pytest.raises(aiohttp.ClientConnectionError):
             await asking

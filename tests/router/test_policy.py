@@ -47,6 +47,7 @@ ROUTE = "async def route(request, engines):\n"
         ),
         (ROUTE + "    return len(request.promt)\n", 2, "Did you mean 'prompt'"),
         ("x = slider(1, 0)\n" + ROUTE + "    pass\n", 1, "empty"),
+        ("x = slider(0, 4)\n" + ROUTE + "    global x\n    x = 2\n", 3, "'x' is a parameter"),
         ("import nothing_like_it\n" + ROUTE + "    pass\n", 1, "ModuleNotFoundError"),
         ("for i in (1, 0):\n    1 / i\n" + ROUTE + "    pass\n", 2, "ZeroDivisionError"),
         ("x = slider(0, 4)\ny = x / 2\n" + ROUTE + "    pass\n", 2, "TypeError"),
