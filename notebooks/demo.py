@@ -24,18 +24,26 @@ class PrintingClient(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
     def show(self, content: dict[str, Any]) -> None:
-        """Print the text of a display; one that is updated in place, at most once a second and when it is done."""
+        """Print the text of a display; of one that is redrawn in place what is new, and that once a second at most.
+
+        Text that is not complete yet ends with " ..."."""
         text = content["data"].get("text/plain", "").rstrip()
         display = content.get("transient", {}).get("display_id")
-        if display:
-            before, when = self.shown.get(display, ("", 0.0))
-            if text == before or (before and time.monotonic() - when < 1 and "..." in text):
-                return
-            self.shown[display] = (text, time.monotonic())
-            known = set(before.splitlines())
-            text = "\n".join(line for line in text.splitlines() if line not in known)
-        if text:
+        if not display:
             print(text, flush=True)
+            return
+        unfinished = text.endswith(" ...")
+        body = text.removesuffix(" ...")
+        before, when = self.shown.get(display, ("", 0.0))
+        if unfinished and (not body or time.monotonic() - when < 1):
+            return
+        self.shown[display] = (body, time.monotonic())
+        grows = unfinished and "\n" not in body  # an answer: its next words go on the same line
+        if body.startswith(before):
+            print(body[len(before) :], end="" if grows else "\n", flush=True)
+        else:  # a list of steps: only the lines that changed
+            known = set(before.splitlines())
+            print("\n".join(line for line in body.splitlines() if line not in known), flush=True)
 
 
 def on_cell(cell: Any, cell_index: int) -> None:

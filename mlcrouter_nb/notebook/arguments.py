@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, magic: str, description: str, **options: Any) -> None:
         # argparse formats `prog` and would take our percent signs for its own.
-        super().__init__(magic.replace("%", "~"), description=description, add_help=False, allow_abbrev=False, **options)
+        super().__init__(
+            magic.replace("%", "~"), description=description, add_help=False, allow_abbrev=False, **options
+        )
         self.magic = magic
         self.add_argument("--help", "-h", action=_Help, nargs=0, help="show this")
 

@@ -9,7 +9,7 @@ import threading
 from IPython.core.error import UsageError
 
 from ..cluster import Cluster, Submission
-from ..protocol.errors import MlcRouterError
+from ..protocol.errors import MlcRouterError, RequestError
 from .arguments import Parser
 from .display.answer import AnswerDisplay
 from .failures import Interrupted
@@ -49,15 +49,18 @@ def ask(session: Session, args: argparse.Namespace, prompt: str) -> None:
     if not prompt.strip():
         raise UsageError("%%ask needs a question below it.")
     display = AnswerDisplay()
-    submission = cluster.submit(
-        prompt.rstrip("\n"),
-        on_text=display.add,
-        chat=args.chat,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        policy=session.book.get(args.policy).name if args.policy else None,
-    )
+    try:
+        submission = cluster.submit(
+            prompt.rstrip("\n"),
+            on_text=display.add,
+            chat=args.chat,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            seed=args.seed,
+            policy=session.book.get(args.policy).name if args.policy else None,
+        )
+    except RequestError as error:  # refused before anything was sent: an option's value cannot be
+        raise UsageError(f"%%ask: {error}") from None
     session.remember(submission)
     if args.no_wait:
         # The context knows the cell: what this thread shows lands there, whatever cell runs by then.

@@ -34,6 +34,7 @@ class Extension:
         _remove(shell.Completer.custom_matchers, self.completer.matcher)
         _remove(shell.input_transformers_cleanup, lone_cell_magic)
         _remove(shell.configurables, self.config)
+        _remove(shell.configurables, self.magics)  # Magics adds itself
         for kind, names in self.magics.magics.items():
             for name in names:
                 shell.magics_manager.magics[kind].pop(name, None)

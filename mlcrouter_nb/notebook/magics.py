@@ -70,7 +70,8 @@ class RouterMagics(Magics):
         if len(words) != 1:
             raise UsageError("write %%route NAME, and the policy below it.")
         name = check_name(words[0])
-        session, origin = self.session, f"cell [{self.shell.execution_count}]"
+        # The history knows this cell's number; whether `execution_count` is already the next one depends on IPython.
+        session, origin = self.session, f"cell [{len(self.shell.history_manager.input_hist_raw) - 1}]"
         if is_blank(cell):
             session.use(session.book.get(name), {})
         else:

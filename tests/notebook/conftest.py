@@ -124,3 +124,12 @@ def load(name: str) -> Any:
 def kernels() -> Any:
     """The module `kernels.py`."""
     return load("kernels")
+
+
+@pytest.fixture
+def labs() -> Any:
+    """The module `labs.py`; skips where there is no browser."""
+    module = load("labs")
+    if module.CHROMIUM is None:
+        pytest.skip("no Chromium or Chrome on this machine")
+    return module

@@ -11,6 +11,7 @@ import ipywidgets
 from ...protocol.errors import MlcRouterError
 from ...telemetry import ParameterView, PolicyView
 from ..session import Session
+from .comms import hear_on_subshells
 
 
 class PolicyControls(ipywidgets.VBox):
@@ -27,6 +28,7 @@ class PolicyControls(ipywidgets.VBox):
         self._seen: dict[str, Any] = {}
         self._selector = ipywidgets.Dropdown(description="active", layout={"width": "auto"})
         self._selector.observe(self._on_select, "value")
+        hear_on_subshells(self._selector)
         self._origin = ipywidgets.HTML()
         super().__init__([_line(self._selector, self._origin)])
         self.add_class("mlcr-controls")
@@ -100,8 +102,10 @@ class PolicyControls(ipywidgets.VBox):
             row.close()
         self._selector.unobserve_all()
         for widget in (self._selector, self._origin, *self.children[:1]):
-            widget.close()
+            close_wholly(widget)
+        layout = self.layout
         super().close()
+        layout.close()
 
 
 class _Row:
@@ -109,6 +113,7 @@ class _Row:
 
     def __init__(self, parameter: ParameterView, on_value: Callable[[str, Any], None]) -> None:
         self.control = _control(parameter)
+        hear_on_subshells(self.control)
         self.control.observe(lambda change: on_value(parameter.name, change["new"]), "value")
         self.used = ipywidgets.HTML()
         self.box = _line(self.control, self.used)
@@ -116,21 +121,36 @@ class _Row:
     def show_used(self, parameter: ParameterView) -> None:
         """Say what the latest request saw."""
         used = parameter.last_used
-        text = "" if used is None else f"last used {used:.4g}" if isinstance(used, float) else f"last used {used}"
+        text = (
+            ""
+            if used is None
+            else f"last used {used:.4g}"
+            if isinstance(used, float)
+            else f"last used {used}"
+        )
         self.used.value = f"<span>{escape(text)}</span>" if text else ""
 
     def close(self) -> None:
         """Close the widgets of the row."""
         self.control.unobserve_all()
         for widget in (self.control, self.used, self.box):
-            widget.close()
+            close_wholly(widget)
+
+
+def close_wholly(widget: ipywidgets.Widget) -> None:
+    """Close a widget, and its layout and style, which are widgets too."""
+    parts = [getattr(widget, name, None) for name in ("layout", "style")]
+    widget.close()
+    for part in parts:
+        if isinstance(part, ipywidgets.Widget):
+            part.close()
 
 
 def _control(parameter: ParameterView) -> ipywidgets.Widget:
     common: dict[str, Any] = {
         "value": parameter.value,
         "description": parameter.name,
-        "description_tooltip": parameter.name,
+        "tooltip": parameter.name,
         "layout": {"width": "auto"},
     }
     if parameter.kind == "choice":

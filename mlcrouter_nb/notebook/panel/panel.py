@@ -14,6 +14,7 @@ from ...cluster.functions import find_same
 from ...protocol.errors import MlcRouterError
 from ..display.status import Status
 from ..session import Session
+from .comms import hear_on_subshells
 from .controls import PolicyControls
 from .state import panel_state
 from .ticker import TICKER
@@ -44,6 +45,7 @@ class Panel(anywidget.AnyWidget):
         self._refreshing = threading.Lock()
         super().__init__(controls=PolicyControls(session, self._show_error))
         self.on_msg(self._on_message)
+        hear_on_subshells(self)
         self._refresh()
         TICKER.add(self)
 
@@ -64,9 +66,10 @@ class Panel(anywidget.AnyWidget):
         self.closed = True
         TICKER.discard(self)
         self.on_msg(self._on_message, remove=True)
-        controls = self.controls
+        controls, layout = self.controls, self.layout
         super().close()
         controls.close()
+        layout.close()
 
     def _refresh(self) -> None:
         with self._refreshing:
@@ -112,7 +115,9 @@ class Panel(anywidget.AnyWidget):
         config = self.session.config
         try:
             cluster = self.session.new_cluster(
-                model.strip() or config.model, roles=roles.strip() or config.roles, engine=config.engine or None
+                model.strip() or config.model,
+                roles=roles.strip() or config.roles,
+                engine=config.engine or None,
             )
             if find_same(cluster) is None:
                 cluster.start_blocking()

@@ -109,7 +109,8 @@ def recently_ended(cluster: Cluster, count: int) -> list[RequestTrace]:
 def history(snapshot: Snapshot, names: list[str]) -> list[list[float]]:
     """Points `[Unix time, in flight on the first engine, on the second, ...]`."""
     return [
-        [round(point.time, 1), *(point.in_flight.get(name, 0) for name in names)] for point in snapshot.history
+        [round(point.time, 1), *(point.in_flight.get(name, 0) for name in names)]
+        for point in snapshot.history
     ]
 
 

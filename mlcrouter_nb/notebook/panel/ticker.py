@@ -1,5 +1,6 @@
 """One thread that looks for news on behalf of all open panels, and ends with the last of them."""
 
+import logging
 import threading
 import time
 from typing import Protocol
@@ -51,7 +52,11 @@ class Ticker:
                     self._thread = None
                     return
             for watcher in watchers:
-                watcher.look()
+                try:
+                    watcher.look()
+                except Exception:  # one panel's fault must not blind the others
+                    logging.getLogger(__name__).exception("A panel failed and is no longer updated.")
+                    self.discard(watcher)
             time.sleep(1 / max(watcher.rate for watcher in watchers))
 
 
