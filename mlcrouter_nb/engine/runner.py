@@ -103,6 +103,17 @@ class ModelRunner:
             return {}
         return {pe: rows * self._row_bytes for pe, rows in self._hooks.rows_put.items()}
 
+    @property
+    def received_pages(self) -> np.ndarray | None:
+        """The last layer of KV, `[pages, 2, KV heads, page size, head_dim]` float32, which peers write last.
+
+        None where no peer writes."""
+        if self._hooks is None:
+            return None
+        pages = np.from_dlpack(self._cache.pages[-1])
+        pages.flags.writeable = True
+        return pages
+
     def free_pages(self) -> int:
         """Pages that no sequence uses."""
         return self._cache.free_pages()

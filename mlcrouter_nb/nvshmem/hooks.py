@@ -3,6 +3,7 @@
 `install` registers them; the next cache with `enable_kv_transfer` takes its pages from a segment of ours and writes
 into its peers' segments, layer by layer, while it computes."""
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -141,22 +142,23 @@ class SharedMemoryHooks:
 
     def _transfer(self, pages: Any, k: Any, v: Any, slots: Any, pes: Any, _stream: Any) -> None:
         """Rows that were just computed, `[n, kv heads, head_dim]`, to slots `[n]` of PEs `[n]`; -1: stays here."""
-        for pe, chosen in self._by_peer(slots.numpy(), pes.numpy()):
-            self._append_rows(self._peers[pe].layers[self._layer(pages)], k, v, tvm_ffi.from_dlpack(chosen))
+        layer = self._layer(pages)
+        for pe, chosen in self._by_peer(layer, slots.numpy(), pes.numpy()):
+            self._append_rows(self._peers[pe].layers[layer], k, v, tvm_ffi.from_dlpack(chosen))
 
     def _transfer_pages(self, pages: Any, _: Any, slots: Any, own_slots: Any, pes: Any, _stream: Any) -> None:
         """Rows that are in our pages already, at `own_slots`."""
-        for pe, chosen in self._by_peer(slots.numpy(), pes.numpy()):
-            self._copy_rows(
-                self._peers[pe].layers[self._layer(pages)], pages, tvm_ffi.from_dlpack(chosen), own_slots
-            )
+        layer = self._layer(pages)
+        for pe, chosen in self._by_peer(layer, slots.numpy(), pes.numpy()):
+            self._copy_rows(self._peers[pe].layers[layer], pages, tvm_ffi.from_dlpack(chosen), own_slots)
 
-    def _by_peer(self, slots: np.ndarray, pes: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    def _by_peer(self, layer: int, slots: np.ndarray, pes: np.ndarray) -> list[tuple[int, np.ndarray]]:
         """For each PE the slots of its rows, -1 for others' rows; checked, as a kernel writes wherever it is told."""
         found = []
         for pe in sorted({int(x) for x in pes} - {-1}):
+            peer = self._peer(pe) if layer == 0 or pe not in self._peers else self._peers[pe]
             chosen = np.where(pes == pe, slots, -1).astype(np.int32)
-            if pe not in self._peers or chosen.max() >= self._peers[pe].segment.layout.slots:
+            if chosen.max() >= peer.segment.layout.slots or chosen.min() < -1:
                 raise PeerError(f"KV for PE {pe} was to be written outside of its pages.")
             self.rows_put[pe] += int((chosen >= 0).sum())
             found.append((pe, chosen))
@@ -165,8 +167,7 @@ class SharedMemoryHooks:
 
 def append_rows_in_order(pages: Any, k: Any, v: Any, slots: Any) -> None:
     """k and v `[n, kv heads, head_dim]` to `slots` of pages `[pages, 2, kv heads, page size, head_dim]`."""
-    target, positions = np.from_dlpack(pages), np.from_dlpack(slots)
-    target.flags.writeable = True
+    target, positions = _writable(pages), np.from_dlpack(slots)
     kept = positions >= 0
     page, row = positions[kept] // target.shape[3], positions[kept] % target.shape[3]
     target[page, 0, :, row] = np.from_dlpack(k)[kept]
@@ -175,9 +176,15 @@ def append_rows_in_order(pages: Any, k: Any, v: Any, slots: Any) -> None:
 
 def copy_rows_in_order(pages: Any, source: Any, slots: Any, source_slots: Any) -> None:
     """Rows at `source_slots` of other pages to `slots` of these."""
-    target, origin = np.from_dlpack(pages), np.from_dlpack(source)
-    target.flags.writeable = True
+    target, origin = _writable(pages), np.from_dlpack(source)
     to, fro = np.from_dlpack(slots), np.from_dlpack(source_slots)
     to, fro = to[to >= 0], fro[to >= 0]
     size = target.shape[3]
     target[to // size, :, :, to % size] = origin[fro // size, :, :, fro % size]
+
+
+def _writable(tensor: Any) -> np.ndarray:
+    """A tensor's memory as an array; DLPack would give a read-only one."""
+    shape, dtype = tuple(int(x) for x in tensor.shape), np.dtype(str(tensor.dtype))
+    memory = (ctypes.c_char * (int(np.prod(shape)) * dtype.itemsize)).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, dtype).reshape(shape)
