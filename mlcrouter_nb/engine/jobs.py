@@ -98,6 +98,7 @@ class Generation(Job):
     eos_ids: tuple[int, ...] = ()
     max_length: int = 0  # of prompt and answer
     window_end: int | None = None
+    segments: list[int] = field(default_factory=lambda: [0])  # the slots reserved for a peer
     prompt_length: int = 0
     begun: bool = False  # start_generate has come
     counts: Counter[int] = field(default_factory=Counter)  # of generated tokens

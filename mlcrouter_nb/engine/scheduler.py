@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from ..protocol.errors import MlcRouterError, RequestError
+from .arrival import Arrivals
 from .jobs import Event, Failed, Generation, Job, Reserved, Send, Sent, State, Tokens
 from .prefix_cache import PrefixCache, SequenceOwner
 from .sampler import sample
@@ -31,6 +32,8 @@ class Runner(SequenceOwner, Protocol):
 
     @property
     def bytes_put(self) -> Mapping[int, int]: ...
+    @property
+    def received_pages(self) -> np.ndarray | None: ...
     def free_pages(self) -> int: ...
     def add_sequence(self, seq: int) -> None: ...
     def fork_sequence(self, parent: int, child: int, length: int) -> None: ...
@@ -51,6 +54,8 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._receiving: list[Job] = []
         self._running: list[Job] = []  # in order of admission
+        pages = runner.received_pages
+        self._arrivals = None if pages is None else Arrivals(pages)
         self._ids = itertools.count()
         self._events: list[tuple[Job, Event]] = []
         self._blocked = False  # the first waiting job found no room, and none was made since
@@ -77,6 +82,7 @@ class Scheduler:
                 f"start_generate begins at {begin}, but prep_recv reserved {job.held} tokens only.",
                 param="begin",
             )
+        self._check_arrival(job, begin)
         if begin < job.held:
             self._make_room(1)  # a page that is shared is copied
             self._runner.popn(job.seq, job.held - begin)
@@ -89,6 +95,17 @@ class Scheduler:
         job.state = State.WAITING
         self._waiting.appendleft(job)
         self._blocked = False
+
+    def _check_arrival(self, job: Generation, begin: int) -> None:
+        if self._arrivals is None:
+            return
+        if missing := self._arrivals.missing(job.segments, max(0, begin - (job.cached or 0))):
+            raise RequestError(
+                f"KV of {missing} tokens before 'begin' has not arrived: let remote_send answer first.",
+                param="begin",
+                code="kv_missing",
+            )
+        self._arrivals.forget(job.segments)
 
     def abort(self, *jobs: Job) -> None:
         """Forget jobs in whatever state; their pages are free at once. Idempotent."""
@@ -210,12 +227,15 @@ class Scheduler:
 
     def _reserve(self, job: Generation) -> None:
         matched, window_end = job.held, job.window_end or 0
-        segments = self._runner.prepare_recv(job.seq, window_end - matched) if window_end > matched else [0]
+        if window_end > matched:
+            job.segments = self._runner.prepare_recv(job.seq, window_end - matched)
+            if self._arrivals is not None:
+                self._arrivals.expect(job.segments)
         job.held = window_end
         job.state = State.RECEIVING
         job.deadline = time.monotonic() + RECEIVE_DEADLINE_S
         self._receiving.append(job)
-        self._events.append((job, Reserved(segments, matched)))
+        self._events.append((job, Reserved(job.segments, matched)))
 
     # Pages
 
@@ -315,6 +335,8 @@ class Scheduler:
         for jobs in (self._waiting, self._receiving, self._running):
             if job in jobs:
                 jobs.remove(job)
+        if self._arrivals is not None and isinstance(job, Generation) and job.state is State.RECEIVING:
+            self._arrivals.forget(job.segments)
         job.state = State.ENDED
         self._blocked = False
         seq, job.seq = job.seq, -1

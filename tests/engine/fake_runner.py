@@ -28,6 +28,7 @@ class FakeRunner:
         self.bytes_put: Counter[int] = Counter()
         self.batches: list[list[int]] = []  # token counts of each forward pass
         self.fail_next: Exception | None = None
+        self.received_pages = np.zeros((num_pages, 2, 1, self.page_size, 1), np.float32)
         self.world = {} if world is None else world
         self.world[rank] = self
 
@@ -85,6 +86,7 @@ class FakeRunner:
             for token in tokens:
                 self._append(seq, token)
             self._transfer(seq, start)
+            assert not np.isnan([self.received_pages[page.index] for page in self.sequences[seq]]).any()
             rows.append(logits_of(self.history(seq)))
         return np.stack(rows)
 
@@ -117,7 +119,9 @@ class FakeRunner:
         peer, history = self.world[rank], self.history(seq)
         for position in range(begin, len(history)):
             slot = slots[position - begin]
-            peer.pages[slot // self.page_size].cells[slot % self.page_size] = history[position]
+            page, row = divmod(slot, self.page_size)
+            peer.pages[page].cells[row] = history[position]
+            peer.received_pages[page, 1, 0, row, 0] = 1.0
         self.bytes_put[rank] += len(history) - (start if start > begin and rank in self.bytes_put else begin)
 
     def _append(self, seq: int, token: int | None) -> int:

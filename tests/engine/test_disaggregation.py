@@ -139,6 +139,18 @@ async def test_a_stopped_prefill_engine_means_no_kv(pair: Pair) -> None:
     assert content["choices"][0]["text"] == await pair.prefill.greedy(prompt)
 
 
+async def test_a_start_before_the_kv_has_come_is_refused(pair: Pair) -> None:
+    prompt = prompt_of(100, 24)
+    body = {**GREEDY, "prompt": prompt, "user": "early"}
+    _, kv = await pair.decode.post("/microserving/prep_recv", end=-1, **body)
+    status, content = await pair.decode.post("/microserving/start_generate", begin=99, **body)
+    assert (status, content["error"]["code"]) == (400, "kv_missing"), content
+    where = {"begin": 0, "end": 99, "kv_addr_info": kv["kv_append_metadata"], "recv_rank": 1}
+    assert await pair.prefill.post("/microserving/remote_send", **body, **where) == (200, {})
+    _, content = await pair.decode.post("/microserving/start_generate", begin=99, **body)
+    assert content["choices"][0]["text"] == await pair.prefill.greedy(prompt)
+
+
 async def test_a_stopped_engine_writes_nothing_for_clients_that_left_meanwhile(pair: Pair) -> None:
     body = {**GREEDY, "prompt": prompt_of(100, 22), "user": "left"}
     _, kv = await pair.decode.post("/microserving/prep_recv", end=-1, **body)

@@ -2,6 +2,7 @@ import random
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from mlcrouter_nb.engine import scheduler as scheduler_module
@@ -316,11 +317,29 @@ def test_a_start_before_the_window_s_end_recomputes() -> None:
         assert pages_are_free_or_kept(pair.decode, pair.d)
 
 
+def test_a_start_before_the_kv_has_come_is_refused_and_can_be_said_again() -> None:
+    pair = Pair()
+    pair.answer(prompt_of(10), 9)
+    job, reserved = pair.prep_recv([*prompt_of(10), *prompt_of(20, 4)], 29)
+    for begin, missing in ((29, 19), (11, 1)):
+        with pytest.raises(RequestError, match=f"KV of {missing} tokens"):
+            pair.decode.start(job, begin)
+    pair.remote_send(job.tokens[:30], reserved.matched, 29, reserved.segments)
+    pair.decode.start(job, 29)
+    run(pair.decode)
+    assert answer(job) == greedy_answer(job.tokens[:30], 8)
+    job, reserved = pair.prep_recv(prompt_of(30, 6), 29)
+    pair.decode.start(job, 0)  # nothing that was to come is used
+    run(pair.decode)
+    assert answer(job) == greedy_answer(prompt_of(30, 6), 8)
+
+
 def test_starts_that_cannot_be() -> None:
     pair = Pair()
-    job, _ = pair.prep_recv(prompt_of(20), 10)
+    job, reserved = pair.prep_recv(prompt_of(20), 10)
     with pytest.raises(RequestError, match="reserved 10"):
         pair.decode.start(job, 11)
+    pair.remote_send(prompt_of(20), 0, 10, reserved.segments)
     pair.decode.start(job, 10)
     with pytest.raises(RequestError, match="started already"):
         pair.decode.start(job, 10)
@@ -412,6 +431,7 @@ def test_aborts_at_random_moments_leave_nothing_behind() -> None:
                 scheduler.abort(job)
         run(pair.prefill, pair.decode)
         assert pages_are_free_or_kept(pair.decode, pair.d), round
+        assert not np.isnan(pair.d.received_pages).any(), "no mark is left"
         for job in whole:
             if events(job) and isinstance(events(job)[-1], Tokens) and events(job)[-1].finish_reason:  # type: ignore
                 assert answer(job) == greedy_answer(job.tokens[: job.prompt_length], job.completion_tokens)
