@@ -1,17 +1,14 @@
 """`mlcrouter-nb router`: make a cluster of what the arguments say, run it until a signal comes, stop it."""
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from ..cluster import Cluster
+from ..cluster.signals import interrupt_on_signals
 from ..protocol.errors import ArgumentError
 from ..router.policy import Policy, PolicyBook
 from .progress import ProgressLines
@@ -23,7 +20,7 @@ def run(options: argparse.Namespace) -> int:
     """Boot, serve until a signal comes, stop."""
     cluster = make_cluster(options)
     progress = ProgressLines()
-    with _signals_interrupt():
+    with interrupt_on_signals():
         try:
             cluster.start_blocking(progress)
         except KeyboardInterrupt:
@@ -41,17 +38,6 @@ def run(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             _leave()
     return code
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, also where SIGINT came in ignored (a shell's background job)."""
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def make_cluster(options: argparse.Namespace) -> Cluster:
@@ -128,10 +114,6 @@ def _watch(cluster: Cluster) -> int:
         if cluster.options.kind != "attach" and all(engine.state == "failed" for engine in engines):
             print("mlcrouter-nb: all engines have ended.", file=sys.stderr)
             return 1
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _leave() -> NoReturn:

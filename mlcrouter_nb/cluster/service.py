@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from ..protocol.errors import ArgumentError
+from ..protocol.errors import ArgumentError, MlcRouterError
 from ..router.endpoint import Endpoint
 from ..router.gateway import Gateway
 from ..router.policy import Policy, PolicyBook
@@ -31,6 +31,7 @@ class Service:
         self.launcher: Launcher | None = None
         self._gateway: Gateway | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._booting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     @property
@@ -40,25 +41,33 @@ class Service:
 
     async def start(self, policy: str | Policy, parameters: Mapping[str, Any]) -> None:
         """Boot the engines and open the endpoint; raises `ArgumentError`, `BootError`."""
+        self._booting = asyncio.create_task(self._boot(policy, parameters))
+        try:
+            await self._booting
+        except BaseException:
+            stopped_by_others = self.stopping
+            await self.stop(0.0)
+            task = asyncio.current_task()
+            if stopped_by_others and not (task is not None and task.cancelling()):
+                raise MlcRouterError("The cluster was stopped while it booted.") from None
+            raise
+
+    async def _boot(self, policy: str | Policy, parameters: Mapping[str, Any]) -> None:
         options = self.options
         self.telemetry.emit("cluster_state", state="booting", kind=options.kind, model=options.model, url="")
-        try:
-            self._check_ports()
-            self.model = await find_model(options, self.telemetry)
-            self.launcher = make_launcher(options, self.model)
-            await boot(self.launcher, options.specs(), self.telemetry, self.engines)
-            self.router = self._make_router(self.model)
-            self.router.use(policy, **parameters)
-            for engine in self.engines:
-                if engine.exited is not None:
-                    engine.exited.add_done_callback(functools.partial(self._on_exit, engine))
-            self._watcher = asyncio.create_task(Watcher(self.telemetry, self.engines).run())
-            if options.serve:
-                await self.listen(options.host, options.port)
-            self.telemetry.emit("cluster_state", state="ready", url=self.url)
-        except BaseException:
-            await self.stop(0.0)
-            raise
+        self._check_ports()
+        self.model = await find_model(options, self.telemetry)
+        self.launcher = make_launcher(options, self.model)
+        await boot(self.launcher, options.specs(), self.telemetry, self.engines)
+        self.router = self._make_router(self.model)
+        self.router.use(policy, **parameters)
+        for engine in self.engines:
+            if engine.exited is not None:
+                engine.exited.add_done_callback(functools.partial(self._on_exit, engine))
+        self._watcher = asyncio.create_task(Watcher(self.telemetry, self.engines).run())
+        if options.serve:
+            await self.listen(options.host, options.port)
+        self.telemetry.emit("cluster_state", state="ready", url=self.url)
 
     async def listen(self, host: str, port: int) -> None:
         """Open the OpenAI endpoint; raises `ArgumentError` for a taken port."""
@@ -126,6 +135,9 @@ class Service:
     async def _stop(self, grace: float) -> None:
         self.telemetry.emit("cluster_state", state="stopping", url="")
         self.url = ""
+        if self._booting is not None and not self._booting.done():
+            self._booting.cancel()
+            await asyncio.wait({self._booting})
         try:
             await self._let_go(grace)
         finally:

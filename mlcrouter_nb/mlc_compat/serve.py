@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ..cluster.options import check_port_is_free
+from ..cluster.signals import interrupt_on_signals
 from ..protocol.errors import ArgumentError
 from ..router.chunks import Chunk
 from ..router.namespace import Namespace
@@ -32,24 +33,25 @@ def serve(
 
     Raises `ArgumentError` for a taken port, and what `router_type` raises."""
     check_port_is_free(router_host, router_port)
-    router = router_type(
-        model=model,
-        model_lib=model_lib,
-        hosts=endpoint_hosts,
-        ports=endpoint_ports,
-        num_gpus=endpoint_num_gpus,
-        enable_prefix_cache=enable_prefix_cache,
-        router_mode=router_mode,
-        pd_balance_factor=pd_balance_factor,
-    )
-    try:
-        open_endpoint(router, router_host, router_port)
-        print(router.cluster.url, flush=True)
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        router.cluster.down_blocking(grace=10.0)
+    with interrupt_on_signals():
+        router = router_type(
+            model=model,
+            model_lib=model_lib,
+            hosts=endpoint_hosts,
+            ports=endpoint_ports,
+            num_gpus=endpoint_num_gpus,
+            enable_prefix_cache=enable_prefix_cache,
+            router_mode=router_mode,
+            pd_balance_factor=pd_balance_factor,
+        )
+        try:
+            open_endpoint(router, router_host, router_port)
+            print(router.cluster.url, flush=True)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            router.cluster.down_blocking(grace=10.0)
 
 
 def open_endpoint(router: Router, host: str, port: int) -> None:

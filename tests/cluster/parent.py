@@ -12,9 +12,19 @@ from mlcrouter_nb.cluster.launchers.cpu import CpuLauncher, CpuOptions
 from mlcrouter_nb.cluster.model import Model
 
 
+class Words:
+    """A tokenizer whose tokens are characters."""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
 def use_stand_ins(mode: str = "deaf") -> None:
     async def find_model(options: Any, telemetry: Any) -> Model:
-        return Model("stand-in", None, None, None)
+        return Model("stand-in", None, Words(), None)
 
     def make_launcher(options: Any, model: Model) -> CpuLauncher:
         command = (sys.executable, str(Path(__file__).with_name("stand_in_engine.py")), mode)

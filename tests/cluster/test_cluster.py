@@ -184,6 +184,27 @@ async def test_a_cancelled_boot_stops_everything(stand_ins: StandIns) -> None:
     assert not any(psutil.pid_exists(engine.pid) for engine in cluster.engines)
 
 
+async def test_a_boot_that_somebody_else_stops(stand_ins: StandIns) -> None:
+    cluster = stand_ins("silent", roles="1P1D")
+    booting = asyncio.create_task(cluster.start())
+    while len(cluster.engines) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await cluster.down()
+    with pytest.raises(MlcRouterError, match="stopped while it booted"):
+        await booting
+    assert not any(psutil.pid_exists(engine.pid) for engine in cluster.engines)
+    with pytest.raises(MlcRouterError):
+        await cluster.ready()
+
+
+async def test_two_at_once_boot_one_cluster(stand_ins: StandIns) -> None:
+    stand_ins()  # puts the stand-ins in place
+    arguments = {"engine": "cpu", "roles": "1P1D"}
+    first, second = await asyncio.gather(up("stand-in", **arguments), up("stand-in", **arguments))
+    assert first is second
+    await first.down()
+
+
 async def test_a_taken_port_is_found_before_the_boot(stand_ins: StandIns) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,9 +1,14 @@
 """MLC-LLM's names on stand-in engines; the subclass follows the tutorial's pattern and changes only its imports."""
 
 import contextlib
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -220,6 +225,33 @@ async def test_one_endpoint_cannot_disaggregate(routers: Callable[..., Router]) 
 def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         Router("stand-in", **arguments)
+
+
+def test_serve_runs_until_a_signal(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    script = tmp_path / "custom_router.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import parent; parent.use_stand_ins('ok')\n"
+        "from mlcrouter_nb.mlc_compat import Router, serve\n"
+        "class CustomRouter(Router):\n    pass\n"
+        f"serve(model='stand-in', model_lib='/none', router_host='127.0.0.1', router_port={port},\n"
+        "    endpoint_hosts=['127.0.0.1', '127.0.0.1'], endpoint_ports=[0, 0], endpoint_num_gpus=[1, 1],\n"
+        "    enable_prefix_cache=False, router_type=CustomRouter)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline().decode().strip() == f"http://127.0.0.1:{port}/v1"
+            body = b'{"model": "any", "prompt": "Who?", "max_tokens": 2}'
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                assert b"Humpty Dumpty " in answer.read()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 async def test_serve_hands_requests_to_the_subclass(routers: Callable[..., Router]) -> None:
