@@ -1,5 +1,7 @@
 """Run batches of sequences through the model: tokens in, logits out, keys and values in pages."""
 
+import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,9 +112,10 @@ class ModelRunner:
         None where no peer writes."""
         if self._hooks is None:
             return None
-        pages = np.from_dlpack(self._cache.pages[-1])
-        pages.flags.writeable = True
-        return pages
+        pages = self._cache.pages[-1]
+        shape = tuple(int(x) for x in pages.shape)
+        memory = (ctypes.c_float * math.prod(shape)).from_address(pages.data_ptr())
+        return np.ctypeslib.as_array(memory).reshape(shape)
 
     def free_pages(self) -> int:
         """Pages that no sequence uses."""
