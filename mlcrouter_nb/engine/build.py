@@ -51,8 +51,9 @@ class BuiltModel:
     def load(self) -> tuple[Any, Any]:
         """The Relax virtual machine and the module of the KV cache's kernels."""
         session = tvm_ffi_orcjit.default_session()
-        virtual_machine = relax.VirtualMachine(session.load_module(self.model_objects), tvm.cpu())
-        return virtual_machine, session.load_module(self.cache_objects)
+        # Our objects hold no C++; left to itself it would ask $CXX for its library, and fail where that is empty.
+        model, cache = (session.load_module(o, cxx="c++") for o in (self.model_objects, self.cache_objects))
+        return relax.VirtualMachine(model, tvm.cpu()), cache
 
 
 def ensure_built(
