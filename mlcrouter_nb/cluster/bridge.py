@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import TypeVar
 
 from .loop_thread import TICK, LoopThread
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def iterate(
-    thread: LoopThread, source: AsyncIterator[T], *, capacity: int = 256
+    thread: LoopThread, source: AsyncGenerator[T, None], *, capacity: int = 256
 ) -> AsyncGenerator[T, None]:
     """Iterate on any loop over what an iterator yields on the thread's.
 
@@ -21,8 +21,9 @@ async def iterate(
     iteration cancels it."""
     reader_loop = asyncio.get_running_loop()
     if reader_loop is thread.loop:
-        async for item in source:
-            yield item
+        async with contextlib.aclosing(source):
+            async for item in source:
+                yield item
         return
     items: deque[T] = deque()
     arrived = asyncio.Event()  # belongs to the reader's loop
@@ -33,15 +34,11 @@ async def iterate(
             reader_loop.call_soon_threadsafe(arrived.set)
 
     async def pump() -> None:
-        try:
+        async with contextlib.aclosing(source):
             async for item in source:
                 await room.acquire()
                 items.append(item)
                 wake()
-        finally:
-            close = getattr(source, "aclose", None)
-            if close is not None:
-                await close()
 
     job = thread.submit(pump())
     job.future.add_done_callback(wake)

@@ -1,21 +1,33 @@
 """The public functions: `up`, and shortcuts to the running cluster."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ..protocol.errors import ArgumentError
 from ..router.chunks import Chunk
+from ..router.policy import Policy
 from . import current
 from .ask import Answer
 from .cluster import Cluster
 from .options import DEFAULT_MODEL
 
 
-async def up(model: str = DEFAULT_MODEL, **options: Any) -> Cluster:
-    """Start a cluster and return it once all engines answer; `options` are those of `Cluster`.
+async def up(
+    model: str = DEFAULT_MODEL,
+    *,
+    roles: str | int | None = None,
+    engine: str | None = None,
+    endpoint_urls: Sequence[str] = (),
+    policy: str | Policy | None = None,
+    port: int = 0,
+    **options: Any,
+) -> Cluster:
+    """Start a cluster and return it once all engines answer; the arguments are those of `Cluster`.
 
     With the arguments of the cluster that runs, returns that one. Raises `ArgumentError` when another one runs."""
-    wanted = Cluster(model, **options)
+    wanted = Cluster(
+        model, roles=roles, engine=engine, endpoint_urls=endpoint_urls, policy=policy, port=port, **options
+    )
     running = find_same(wanted)
     if running is not None:
         await running.ready()

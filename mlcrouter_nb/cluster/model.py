@@ -31,8 +31,8 @@ class Model:
     chat: Template | None
 
 
-class _Left(Exception):
-    """Whoever waited for a download has left."""
+class _Left(BaseException):
+    """Whoever waited for a download has left; no way of fetching it shall go on."""
 
 
 async def find_model(options: Options, telemetry: Telemetry) -> Model:

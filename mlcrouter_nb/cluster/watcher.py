@@ -44,12 +44,14 @@ class Watcher:
     async def _watch(self, engine: "_Watched", session: aiohttp.ClientSession) -> None:
         while not engine.gone:
             changed = await engine.poll(session)
-            if self._telemetry.live or changed:
+            if not engine.has_figures:  # somebody else's server: now and then a sign of life is enough
+                await asyncio.sleep(IDLE_PERIOD)
+            elif self._telemetry.live or changed:
                 await asyncio.sleep(BUSY_PERIOD)
-                continue
-            self._work.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._work.wait(), IDLE_PERIOD)
+            else:
+                self._work.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._work.wait(), IDLE_PERIOD)
 
 
 class _Watched:
@@ -61,6 +63,7 @@ class _Watched:
         self._shown: dict[str, Any] = {}
         self._samples: deque[tuple[float, float, float]] = deque()
         self._silent = 0
+        self.has_figures = engine.exited is not None  # of an attached one the first answer tells
 
     @property
     def gone(self) -> bool:
@@ -104,6 +107,7 @@ class _Watched:
     def _figures(self, samples: dict[str, float]) -> dict[str, Any]:
         """The fields of `EngineView` that these samples tell; none where the engine is not one of ours."""
         total = samples.get(PREFIX + "kv_pages_total")
+        self.has_figures = total is not None or self.engine.exited is not None
         if total is None:
             return {}
         now = time.monotonic()

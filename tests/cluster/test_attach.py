@@ -54,6 +54,33 @@ async def test_an_engine_that_goes_is_seen(running: list[Engine], monkeypatch: p
             cluster.logs("E1")
 
 
+async def test_foreign_servers_are_asked_for_a_sign_of_life_only(
+    running: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines whose metrics are ours show their figures; others are left alone but for a rare probe."""
+    probes: list[str] = []
+    poll = watcher._Watched.poll
+
+    async def counted(self: watcher._Watched, session: object) -> bool:
+        probes.append(self.engine.url)
+        return await poll(self, session)
+
+    monkeypatch.setattr(watcher._Watched, "poll", counted)
+    monkeypatch.setattr(watcher, "PREFIX", "something_else_")
+    async with Cluster("my-model", endpoint_urls=[running[0].url]) as cluster:
+        await cluster.ask("Who?", max_tokens=11)
+        await asyncio.sleep(0.7)
+        assert len(probes) == 1
+        assert cluster.status().engines[0].kv_pages_total is None
+    probes.clear()
+    monkeypatch.setattr(watcher, "PREFIX", "mlcrouter_engine_")
+    async with Cluster("my-model", endpoint_urls=[running[0].url]) as cluster:
+        await cluster.ask("Who?", max_tokens=11)
+        await asyncio.sleep(0.7)
+        assert len(probes) > 1
+        assert cluster.status().engines[0].kv_pages_total == 100
+
+
 async def test_nobody_there_does_not_keep_the_port_shut() -> None:
     async with Cluster("my-model", endpoint_urls=["http://127.0.0.1:9"]) as cluster:
         assert cluster.url

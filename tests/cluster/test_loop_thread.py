@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
@@ -67,6 +68,14 @@ def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup(thread: Lo
     assert time.monotonic() - begin < 0.5
 
 
+def test_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    thread = LoopThread("plain")
+    assert isinstance(thread.loop, asyncio.BaseEventLoop)
+    assert thread.call(double(2)) == 4
+    thread.stop()
+
+
 def test_a_time_out_cancels_too(thread: LoopThread) -> None:
     sleeper = Sleeper()
     with pytest.raises(TimeoutError, match="did not answer"):
@@ -107,7 +116,7 @@ async def test_a_cancellation_crosses_loops(thread: LoopThread) -> None:
     assert sleeper.cancelled.is_set()
 
 
-async def count(n: int, closed: threading.Event) -> AsyncIterator[int]:
+async def count(n: int, closed: threading.Event) -> AsyncGenerator[int, None]:
     try:
         for i in range(n):
             yield i
@@ -123,7 +132,7 @@ async def test_iterate_gives_all_in_order(thread: LoopThread) -> None:
 
 
 async def test_iterate_passes_errors_on_after_the_items(thread: LoopThread) -> None:
-    async def two_then_fail() -> AsyncIterator[int]:
+    async def two_then_fail() -> AsyncGenerator[int, None]:
         yield 1
         yield 2
         raise ValueError("as told")
@@ -139,7 +148,7 @@ async def test_the_source_runs_ahead_by_its_capacity_only_and_ends_when_left(thr
     closed = threading.Event()
     produced = []
 
-    async def source() -> AsyncIterator[int]:
+    async def source() -> AsyncGenerator[int, None]:
         async for i in count(1000, closed):
             produced.append(i)
             yield i
