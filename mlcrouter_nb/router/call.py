@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..protocol.errors import EngineError
 from ..protocol.sse import DONE, Splitter
 from .chunks import Chunk
+from .template import Template
 
 if TYPE_CHECKING:
     from .connections import Connection
@@ -41,6 +42,7 @@ class Call:
         self._timer = self._loop.call_later(idle_s, self._check_idle)
         self._connection: Connection | None = None
         self._splitter: Splitter | None = None
+        self._template = Template()
         self._chunks: deque[Chunk] = deque()
         self._last: Chunk | None = None
         self._body: list[bytes] = []
@@ -152,13 +154,17 @@ class Call:
             return
         if self._last is None:
             self._on_first()
+        template = self._template
         for event in events:
             if event == DONE:
                 self.done = True
                 continue
             if not event:
                 continue
-            self._last = chunk = Chunk(event, self)
+            plain = template.text(event)
+            self._last = chunk = Chunk(event, self, plain)
+            if plain is None:
+                template.learn(chunk)
             if self._sink is None:
                 self._chunks.append(chunk)
             else:

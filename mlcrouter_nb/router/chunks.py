@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import EngineError
-from ..telemetry.traces import event_text
+from ..telemetry.traces import decode_json_text, event_text
 
 if TYPE_CHECKING:
     from .call import Call
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 class Chunk:
     """One event of a stream; untouched, it goes on as the bytes that came.
 
-    `raw` is the event's JSON, `source` the call that brought it."""
+    `raw` is the event's JSON, `source` the call that brought it. `plain` is the JSON of the text, without its quotes,
+    of an event that is known to hold nothing else, and None of all others."""
 
-    __slots__ = ("_edited", "_event", "_text", "raw", "source")
+    __slots__ = ("_edited", "_event", "_text", "plain", "raw", "source")
 
-    def __init__(self, raw: bytes, source: "Call | None" = None) -> None:
+    def __init__(self, raw: bytes, source: "Call | None" = None, plain: bytes | None = None) -> None:
         self.raw = raw
         self.source = source
+        self.plain = plain
         self._event: dict[str, Any] | None = None
         self._text: str | None = None  # the engine's own text, once another was put in its place
         self._edited = False
@@ -51,7 +53,12 @@ class Chunk:
 
     @event.setter
     def event(self, event: dict[str, Any]) -> None:
-        self._event, self._edited = event, True
+        self._event, self._edited, self.plain = event, True, None
+
+    @property
+    def edited(self) -> bool:
+        """Whether it goes on otherwise than it came."""
+        return self._edited
 
     @property
     def choice(self) -> dict[str, Any]:
@@ -62,6 +69,8 @@ class Chunk:
     @property
     def text(self) -> str:
         """The text that this chunk adds; may be set."""
+        if self.plain is not None:
+            return decode_json_text(self.plain)
         return event_text(self.event)
 
     @text.setter
@@ -73,7 +82,7 @@ class Chunk:
             choice["delta"]["content"] = text
         elif choice:
             choice["text"] = text
-        self._edited = True
+        self._edited, self.plain = True, None
 
     @property
     def engine_text(self) -> str:
@@ -83,12 +92,16 @@ class Chunk:
     @property
     def finish_reason(self) -> str | None:
         """Why the stream ends here: "stop", "length"...; None while it goes on."""
+        if self.plain is not None:
+            return None
         reason: str | None = self.choice.get("finish_reason")
         return reason
 
     @property
     def usage(self) -> dict[str, Any] | None:
         """OpenAI's usage object, where this chunk carries it."""
+        if self.plain is not None:
+            return None
         usage: dict[str, Any] | None = self.event.get("usage")
         return usage
 

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 from ..protocol.errors import EngineError, MlcRouterError, RequestError
 from ..telemetry import Telemetry
+from ..telemetry.traces import join_text
+from .call import Call
 from .chat import chat_event
 from .chunks import Chunk
 from .request import Request
@@ -35,39 +37,24 @@ class Delivery:
         self._end_reason = "stop"
         self._loop = asyncio.get_running_loop()
         self._trace = request.trace
-        self._stamp: dict[str, Any] | None = (
-            None  # id, created and model of the first event: the same to the end
-        )
-        self._texts: list[str] = []  # as the engines sent them
+        # id, created and model of the first event: the same to the end
+        self._stamp: dict[str, Any] | None = None
+        self._straight: Call | None = None  # the call whose plain chunks go on as they come
+        self._texts: list[str | bytes] = []  # as the engines sent them, as in a trace's pieces
         self._ids: list[int] | None = []
-        self._sources: set[int] = set()  # calls of this attempt that brought text
+        self._sources: set[Call] = set()  # calls of this attempt that brought text
         self._finished: set[int] = set()  # indices that have ended
         self._indices: set[int] = set(range(request.body.get("n") or 1))
 
     def deliver(self, chunk: Chunk) -> bool:
         """Count a chunk and pass it on; False: the sink is full. Raises `Preempted` or `EngineError`."""
-        event = chunk.event
-        if "error" in event:
-            raise self._engine_error(chunk)
-        usage = event.get("usage")
-        if usage:
-            self.usage.tell(usage, self.request.guard)
-        choices = event.get("choices")
-        if not choices:
-            return True
-        now = self.request.progress = self._loop.time()
-        if usage:
-            chunk.event = {key: value for key, value in event.items() if key != "usage"}
-        preempted = self._preempted(chunk)
-        text = chunk.text
-        if preempted and not text:
-            raise Preempted("The engine preempted the request.")
-        self._count(chunk, text, now)
-        self._finish(chunk)
-        full = not self.sink.write(self._stamped(chunk))
-        if preempted:
-            raise Preempted("The engine preempted the request.")
-        return not full
+        if chunk.plain is not None and chunk.source is self._straight:
+            self._trace.times.append(self._mark())
+            self._trace.pieces.append(chunk.plain)
+            self._texts.append(chunk.plain)
+            self.telemetry.touch()
+            return self.sink.write(chunk)
+        return self._deliver_parsed(chunk)
 
     def end(self) -> None:
         """The policy is through: close the answer in order, and tell the usage to those who asked."""
@@ -116,7 +103,7 @@ class Delivery:
 
     def sent(self, tokenizer: Any) -> tuple[str, list[int] | None, int]:
         """What the client has got in all attempts: text, token ids (None: unknown), and their number."""
-        text = "".join(self._texts)
+        text = join_text(self._texts)
         ids = self._ids
         if ids is None or (not ids and text):
             ids = tokenizer.encode(text, special=False) if tokenizer is not None else None
@@ -129,11 +116,42 @@ class Delivery:
 
     # The parts of `deliver`
 
-    def _count(self, chunk: Chunk, text: str, now: float) -> None:
+    def _mark(self) -> float:
+        """The time now, as a sign of life."""
+        now = self.request.progress = self._loop.time()
+        return now
+
+    def _deliver_parsed(self, chunk: Chunk) -> bool:
+        event = chunk.event
+        if "error" in event:
+            raise self._engine_error(chunk)
+        usage = event.get("usage")
+        if usage:
+            self.usage.tell(usage, self.request.guard)
+        choices = event.get("choices")
+        if not choices:
+            return True
+        now = self._mark()
+        if usage:
+            chunk.event = {key: value for key, value in event.items() if key != "usage"}
+        preempted = self._preempted(chunk)
+        text = chunk.text
+        if preempted and not text:
+            raise Preempted("The engine preempted the request.")
+        counted = self._count(chunk, text, now)
+        self._finish(chunk)
+        full = not self.sink.write(self._stamped(chunk))
+        self._straight = chunk.source if counted and not chunk.edited else None
+        if preempted:
+            raise Preempted("The engine preempted the request.")
+        return not full
+
+    def _count(self, chunk: Chunk, text: str, now: float) -> bool:
+        """Count the chunk if it is a token's."""
         delta = chunk.choice.get("delta")
         is_token = bool(text) or (chunk.finish_reason is None if delta is None else _says_more(delta))
         if not is_token:
-            return
+            return False
         trace = self._trace
         trace.times.append(now)
         trace.pieces.append(text)
@@ -149,7 +167,8 @@ class Delivery:
         elif self._ids is not None:
             self._ids.extend(ids)
         if chunk.source is not None:
-            self._sources.add(id(chunk.source))
+            self._sources.add(chunk.source)
+        return True
 
     def _finish(self, chunk: Chunk) -> None:
         for choice in chunk.event["choices"]:

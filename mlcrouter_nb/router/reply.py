@@ -55,9 +55,12 @@ class Reply:
 
     def event(self, data: bytes) -> bool:
         """Send one server-sent event; False: the client is slow, `await ready()`."""
-        wire = encode_event(data)
-        if self._chunked:
-            wire = b"%x\r\n%b\r\n" % (len(wire), wire)
+        if self._chunked and b"\n" not in data:  # the usual one, in one step
+            wire = b"%x\r\ndata: %b\n\n\r\n" % (len(data) + 8, data)
+        else:
+            wire = encode_event(data)
+            if self._chunked:
+                wire = b"%x\r\n%b\r\n" % (len(wire), wire)
         if not self.streaming:
             self.streaming = True
             headers = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]

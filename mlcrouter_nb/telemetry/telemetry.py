@@ -51,7 +51,9 @@ class Telemetry:
         """Say that something visible changed, a token for instance."""
         self.version += 1
 
-    def emit(self, kind: str, /, *, request: str | None = None, engine: str | None = None, **data: Any) -> None:
+    def emit(
+        self, kind: str, /, *, request: str | None = None, engine: str | None = None, **data: Any
+    ) -> None:
         """Record an event and fold it into the picture; fields of `EngineView` in `data` update that engine."""
         event = Event(time.time(), kind, request, engine, data)
         with self._lock:

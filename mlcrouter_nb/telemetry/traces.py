@@ -27,7 +27,7 @@ class RequestTrace:
     """One request, updated in place while it runs.
 
     `state` is running, finished, failed or cancelled. `times` holds the monotonic time of each token,
-    `pieces` the text as it came: a string, or the bytes of an event that nobody has decoded yet."""
+    `pieces` the text as it came: strings, or bytes that are the inside of a JSON string which nobody has read yet."""
 
     id: str
     policy: str = ""
@@ -128,8 +128,26 @@ def milliseconds(seconds: float) -> str:
 
 
 def join_text(pieces: Sequence[str | bytes]) -> str:
-    """The text of pieces, decoding those that are still an event's JSON."""
-    return "".join(piece if isinstance(piece, str) else event_text(json.loads(piece)) for piece in pieces)
+    """The text of pieces; a run of those that are still JSON is decoded at once."""
+    texts: list[str] = []
+    encoded: list[bytes] = []
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            encoded.append(piece)
+            continue
+        if encoded:
+            texts.append(decode_json_text(b"".join(encoded)))
+            encoded.clear()
+        texts.append(piece)
+    if encoded:
+        texts.append(decode_json_text(b"".join(encoded)))
+    return "".join(texts)
+
+
+def decode_json_text(inside: bytes) -> str:
+    """The text of a JSON string, given without its quotes."""
+    text: str = json.loads(b'"%b"' % inside)
+    return text
 
 
 def event_text(event: dict[str, Any]) -> str:

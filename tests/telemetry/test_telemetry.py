@@ -54,15 +54,13 @@ def trace_of_disagg() -> RequestTrace:
         CallTrace("start_generate", "D1", 100.4, None, (810, 900)),
     ]
     trace.times.extend([0.5, 0.52, 0.54])
-    trace.pieces.extend(
-        ["Hel", b'{"choices": [{"text": "lo"}]}', b'{"choices": [{"delta": {"content": "!"}}]}']
-    )
+    trace.pieces.extend(["Hel", b"l\\u006f", b"\\n", "!"])
     return trace
 
 
 def test_a_trace_sums_itself_up():
     trace = trace_of_disagg()
-    assert trace.text == "Hello!"
+    assert trace.text == "Hello\n!"
     assert trace.route == "P0 → D1"
     assert trace.ttft_s == 0.5
     assert abs(trace.itl_s - 0.02) < 1e-9
