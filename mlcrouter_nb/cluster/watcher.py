@@ -14,6 +14,8 @@ from .launchers.base import Engine
 
 BUSY_PERIOD = 0.3
 IDLE_PERIOD = 10.0
+DOUBT_PERIOD = 2.0  # after an attached engine has not answered
+QUIET_POLLS = 3
 RATE_WINDOW = 1.0  # seconds that a rate looks back
 PREFIX = "mlcrouter_engine_"
 
@@ -25,6 +27,7 @@ class Watcher:
         self._telemetry = telemetry
         self._engines = [_Watched(engine, telemetry) for engine in engines]
         self._work = asyncio.Event()
+        self._requests = 0  # that have begun or ended, by now
 
     async def run(self) -> None:
         """One task polls each engine, so that one that hangs does not hide the others."""
@@ -38,20 +41,25 @@ class Watcher:
             unsubscribe()
 
     def _on_event(self, event: Event) -> None:
-        if event.kind == "request_started":
+        if event.kind in ("request_started", "request_finished"):
+            self._requests += 1
             self._work.set()
 
     async def _watch(self, engine: "_Watched", session: aiohttp.ClientSession) -> None:
+        quiet = 0  # polls in a row without a request and without news
         while not engine.gone:
+            requests = self._requests
             changed = await engine.poll(session)
             if not engine.has_figures:  # somebody else's server: now and then a sign of life is enough
-                await asyncio.sleep(IDLE_PERIOD)
-            elif self._telemetry.live or changed:
+                await asyncio.sleep(DOUBT_PERIOD if engine.silent else IDLE_PERIOD)
+                continue
+            quiet = 0 if changed or self._telemetry.live or requests != self._requests else quiet + 1
+            if quiet < QUIET_POLLS:
                 await asyncio.sleep(BUSY_PERIOD)
-            else:
-                self._work.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._work.wait(), IDLE_PERIOD)
+                continue
+            self._work.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._work.wait(), IDLE_PERIOD)
 
 
 class _Watched:
@@ -62,7 +70,7 @@ class _Watched:
         self._telemetry = telemetry
         self._shown: dict[str, Any] = {}
         self._samples: deque[tuple[float, float, float]] = deque()
-        self._silent = 0
+        self.silent = 0  # polls in a row without an answer
         self.has_figures = engine.exited is not None  # of an attached one the first answer tells
 
     @property
@@ -81,8 +89,8 @@ class _Watched:
 
     def _no_answer(self, error: BaseException) -> bool:
         """Only an attached engine is judged by its silence; of our own we know whether the process lives."""
-        self._silent += 1
-        if self.engine.exited is not None or self._silent != 2:
+        self.silent += 1
+        if self.engine.exited is not None or self.silent != 2:
             return False
         reason = str(error) or type(error).__name__
         self._telemetry.emit(
@@ -94,9 +102,9 @@ class _Watched:
         return False
 
     def _answer(self, text: str) -> bool:
-        if self._silent >= 2 and self.engine.exited is None:
+        if self.silent >= 2 and self.engine.exited is None:
             self._telemetry.emit("engine_state", engine=self.engine.spec.name, state="ready", detail="")
-        self._silent = 0
+        self.silent = 0
         figures = self._figures(parse_samples(text))
         changed = {key: value for key, value in figures.items() if self._shown.get(key) != value}
         if changed:
@@ -113,6 +121,8 @@ class _Watched:
         now = time.monotonic()
         prefilled = samples.get(PREFIX + "prefill_tokens_total", 0.0)
         decoded = samples.get(PREFIX + "decode_tokens_total", 0.0)
+        if self._samples and now - self._samples[-1][0] > 2 * RATE_WINDOW:
+            self._samples.clear()  # from before a pause: a rate over all of it would say little
         self._samples.append((now, prefilled, decoded))
         while len(self._samples) > 2 and now - self._samples[1][0] >= RATE_WINDOW:
             self._samples.popleft()
