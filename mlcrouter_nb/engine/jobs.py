@@ -144,13 +144,20 @@ class Generation(Job):
             self.text.end()
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(eq=False)
 class Send(Job):
-    """Prefill up to `target` and write KV of positions from `begin` into the slots `segments` of PE `recv_rank`."""
+    """Prefill up to `target` and write KV of positions from `begin` into the slots `segments` of PE `recv_rank`.
+
+    Once nobody wants it any more, the peer may have given the slots to another request: nothing may be written."""
 
     begin: int = 0
     segments: list[int] = field(default_factory=list)
     recv_rank: int = 0
+    is_wanted: Callable[[], bool] = _always
     marked: bool = False  # the runner sends from here on
 
     @property

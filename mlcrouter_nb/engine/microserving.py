@@ -2,7 +2,8 @@
 
 Source of the wire format: MLC-LLM, `mlc_llm.serve.entrypoints.microserving_entrypoints`."""
 
-import asyncio
+import os
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -111,7 +112,6 @@ class MicroServing:
                 f"recv_rank is {body.recv_rank}; it must be another engine's than {rank}, below {num_pes}.",
                 param="recv_rank",
             )
-        await _has_not_left(request)
         inbox = Inbox()
         job = Send(
             tokens=prompt,
@@ -120,8 +120,9 @@ class MicroServing:
             begin=begin,
             segments=[len(segments), *(number for segment in segments for number in segment)],
             recv_rank=body.recv_rank,
+            is_wanted=lambda: _client_waits(request),
         )
-        self._sends[self._new_user(user, self._sends)] = job, inbox
+        self._sends[user] = job, inbox
         try:
             async with self._service.running(job):
                 await inbox.get()
@@ -217,14 +218,19 @@ class MicroServing:
         return self._service.world
 
 
-async def _has_not_left(request: web.Request) -> None:
-    """Raise where the client's leave is known to the system but not to us yet, as after this process was stopped.
-
-    The peer may have freed the pages meanwhile: writing into them would spoil another request."""
-    for _ in range(3):  # turns of the loop: one reads the request, one the end of the connection
-        await asyncio.sleep(0)
-    if request.transport is None or request.transport.is_closing():
-        raise ConnectionResetError("The client has left.")
+def _client_waits(request: web.Request) -> bool:
+    """Whether the client is still there, as the system knows it: after this process was stopped for a while, the
+    event loop hears of a leave only after it was given the request."""
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        return False
+    try:
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+            return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def _from_start(position: int, length: int, param: str) -> int:

@@ -96,20 +96,26 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     report = _Report(as_json=arguments.report_json)
     try:
-        code = asyncio.run(_serve(arguments, report))
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            return runner.run(_serve(arguments, report))
     except ArgumentError as error:
         print(error, file=sys.stderr)
-        code = 2
-    except MlcRouterError as error:
-        print(error, file=sys.stderr)
-        code = 1
+        return 2
     except ImportError as error:
-        print(
-            f"The CPU engine needs the extra 'cpu' ({error}): pip install 'mlcrouter_nb[cpu]'.",
-            file=sys.stderr,
-        )
-        code = 2
-    return code
+        print(f"The CPU engine needs the extra 'cpu' ({error}): pip install '.[cpu]'.", file=sys.stderr)
+        return 2
+    except (MlcRouterError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where there is one: the loop shares few cores with the model."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 class _Report:

@@ -140,6 +140,7 @@ class Scheduler:
         self._expire()
         self._admit()
         self._grow()
+        self.abort(*(job for job in self._running if isinstance(job, Send) and not job.is_wanted()))
         batch = self._batch()
         if batch:
             try:

@@ -295,6 +295,22 @@ def test_a_window_that_begins_behind_what_the_prefill_engine_holds() -> None:
     assert send is not None and (send.cached, send.prefilled, job.cached) == (0, 74, 45)
 
 
+def test_a_send_that_nobody_wants_any_more_writes_nothing() -> None:
+    pair = Pair()
+    _, reserved = pair.prep_recv(prompt_of(60), 59)
+    wanted = [True, True, False]
+    job = Send(
+        tokens=prompt_of(60),
+        target=59,
+        segments=reserved.segments,
+        recv_rank=1,
+        is_wanted=lambda: wanted.pop(0),
+    )
+    pair.prefill.add(job)
+    run(pair.prefill)
+    assert (job.held, wanted, pair.p.sequences, job.state) == (32, [], {}, State.ENDED)
+
+
 def test_received_kv_serves_later_requests() -> None:
     pair = Pair()
     pair.answer(prompt_of(40), 39)
