@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
@@ -208,7 +209,7 @@ class Call:
         if self.finished:
             return
         self.finished, self.error, self._connection = True, error, None
-        self.ended_at = self._loop.time()
+        self.ended_at = time.monotonic()
         self._timer.cancel()
         self._wake()
         self._on_end(self)

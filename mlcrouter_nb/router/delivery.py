@@ -1,6 +1,6 @@
 """From a policy's chunks to what the client gets: one id, text once, usage at the end, and what a resume needs."""
 
-import asyncio
+import time
 from typing import Any, Protocol
 
 from ..protocol.errors import EngineError, MlcRouterError, RequestError
@@ -35,7 +35,6 @@ class Delivery:
         self.usage = UsageSum()
         self.finish_reason: str | None = None
         self._end_reason = "stop"
-        self._loop = asyncio.get_running_loop()
         self._trace = request.trace
         # id, created and model of the first event: the same to the end
         self._stamp: dict[str, Any] | None = None
@@ -117,8 +116,8 @@ class Delivery:
     # The parts of `deliver`
 
     def _mark(self) -> float:
-        """The time now, as a sign of life."""
-        now = self.request.progress = self._loop.time()
+        """The time now, as a sign of life. Not the loop's: uvloop rounds it to milliseconds."""
+        now = self.request.progress = time.monotonic()
         return now
 
     def _deliver_parsed(self, chunk: Chunk) -> bool:

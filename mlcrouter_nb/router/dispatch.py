@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,7 @@ async def _take_all(chunks: AsyncIterator[Any], request: Request, delivery: Deli
                         await item.pass_on(delivery.deliver, delivery.sink.ready)
                     else:
                         raise MlcRouterError(f"route yielded {_name(item)}; yield chunks or streams.")
-                    request.progress = asyncio.get_running_loop().time()
+                    request.progress = time.monotonic()
         watch.check()
     finally:
         close = getattr(chunks, "aclose", None)
@@ -104,11 +105,11 @@ class _Watch:
         self._stalled = False
         self._request, self._routed, self._stall_s = request, routed, stall_s
         self._loop = asyncio.get_running_loop()
-        request.progress = self._loop.time()
+        request.progress = time.monotonic()
         self._timer = self._loop.call_later(stall_s, self._look)
 
     def _look(self) -> None:
-        left = self._request.progress + self._stall_s - self._loop.time()
+        left = self._request.progress + self._stall_s - time.monotonic()
         if left > 0:
             self._timer = self._loop.call_later(left, self._look)
         else:

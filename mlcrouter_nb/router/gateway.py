@@ -16,6 +16,7 @@ from .reply import HttpRequest, Reply
 from .router import Router
 from .sinks import AnswerSink
 
+SECRET = ("authorization", "cookie")  # policies and engines never see them
 OPEN = ("/health", "/ready")  # probes carry no key
 ROUTES = {
     "/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET", "/metrics": "GET",
@@ -122,7 +123,8 @@ class Gateway:
         if needed not in body:
             raise RequestError(f"'{needed}' is missing.", param=needed)
         body.pop(other, None)
-        request = self.router.request(body, headers=http.headers)
+        headers = {name: value for name, value in http.headers.items() if name not in SECRET}
+        request = self.router.request(body, headers=headers)
         reply.on_leave = request.leave
         if body.get("stream"):
             await self.router.run(request, EventSink(reply))

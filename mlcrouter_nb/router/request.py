@@ -35,7 +35,7 @@ class Request:
         self.policy, self.values = policy, policy.values
         self.trace = RequestTrace(id, policy.name)
         self.guard = Guard(id)
-        self.progress = 0.0  # the loop's time of the last sign of life
+        self.progress = 0.0  # monotonic time of the last sign of life
         self.attempt = 0
         self.left = False
         self._prompts = prompts

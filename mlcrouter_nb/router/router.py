@@ -116,7 +116,7 @@ class Router:
         if isinstance(body, BaseModel):
             body = body.model_dump(exclude_unset=True)
         else:
-            check_body(ChatCompletionRequest if "messages" in body else CompletionRequest, body)
+            body = _checked(body)
         if self.model is not None and body.get("model") not in (None, self.model):
             raise RequestError(
                 f"The model '{body['model']}' is not served here; there is: {self.model}.",
@@ -189,3 +189,10 @@ class Router:
 
     def _show_policy(self, kind: str) -> None:
         self.telemetry.emit(kind, policy=self._policy.view())
+
+
+def _checked(body: dict[str, Any]) -> dict[str, Any]:
+    """The body as it came, but for numbers and truths that were sent as text; raises `RequestError`."""
+    known = check_body(ChatCompletionRequest if "messages" in body else CompletionRequest, body)
+    texts = {name for name in known.model_fields_set if isinstance(body.get(name), str)}
+    return body | {name: getattr(known, name) for name in texts}

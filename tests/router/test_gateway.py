@@ -112,6 +112,15 @@ async def test_the_usage_chunk_only_when_asked_for(serve):
                 assert all(event["choices"] for event in events if not event.get("usage"))
 
 
+async def test_numbers_and_truths_sent_as_text_are_what_they_say(serve):
+    async with serve("1") as served:
+        body = {"prompt": "a b c", "max_tokens": "2", "n": "1", "stream": "false", "min_p": "0.1"}
+        async with served.http.post("/v1/completions", json=body) as response:
+            assert (await response.json())["choices"][0]["text"] == "t3 t4 "
+        told = served.engines["E0"].told("/v1/completions")[0]
+        assert (told["max_tokens"], told["n"], told["min_p"]) == (2, 1, "0.1")
+
+
 CORS = "access-control-allow-origin"
 
 
@@ -183,6 +192,19 @@ async def test_the_key_is_asked_for_and_never_passed_on(serve):
         [told], [body] = served.engines["E0"].headers, served.engines["E0"].told("/v1/completions")
         assert not {"authorization", "x-secret", "cookie"} & told.keys()
         assert body["user"] not in ("me", None)
+        served.use(
+            "async def route(request, engines):\n"
+            "    raise ValueError(f'{sorted(request.headers)} {request.session} {request.user}')\n"
+        )
+        headers["X-Session-Id"] = "s7"
+        async with served.http.post(
+            "/v1/completions", json=BODY | {"user": "me"}, headers=headers
+        ) as response:
+            message = (await response.json())["error"]["message"]
+        assert "'x-secret'" in message
+        assert message.splitlines()[0].endswith("s7 me")
+        assert "authorization" not in message
+        assert "cookie" not in message
 
 
 async def test_pipelined_requests_are_answered_in_order(serve):
