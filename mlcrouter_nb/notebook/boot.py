@@ -1,10 +1,12 @@
 """`%route up` and `%route down`."""
 
 import argparse
+import time
 from typing import Any
 
 from ..cluster import Cluster
 from ..cluster.functions import find_same
+from ..protocol.errors import BootError
 from .display.boot import BootDisplay
 from .failures import Interrupted
 from .session import Session
@@ -12,13 +14,18 @@ from .session import Session
 
 def up(session: Session, args: argparse.Namespace) -> Cluster:
     """Boot a cluster and return it; with the arguments of the running one, return that."""
+    session.let_go()
     model, options = boot_options(session, args)
     running = session.cluster
-    if running is not None and nothing_asked(args):
-        return running
-    cluster = session.new_cluster(model, **options)
-    same = find_same(cluster)
-    return same if same is not None else start(cluster)
+    if running is None or not nothing_asked(args):
+        cluster = session.new_cluster(model, **options)
+        running = find_same(cluster)
+        if running is None:
+            start(cluster)
+            session.catch_up(cluster)
+            return cluster
+    wait_for(running)
+    return running
 
 
 def boot_options(session: Session, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
@@ -52,8 +59,7 @@ COMMAND_DEFAULTS: dict[str, Any] = {
 
 def start(cluster: Cluster) -> Cluster:
     """Boot with progress under the cell; an interrupt or a failure leaves nothing running."""
-    options = cluster.options
-    display = BootDisplay(f"{options.model} on {options.kind}, {len(options.slots)} engines")
+    display = BootDisplay(title_of(cluster))
     try:
         cluster.start_blocking(display.update)
     except KeyboardInterrupt:
@@ -64,6 +70,27 @@ def start(cluster: Cluster) -> Cluster:
         raise
     display.done(cluster.status())
     return cluster
+
+
+def wait_for(cluster: Cluster) -> None:
+    """Show the boot that somebody else began, the panel for instance, until it ends."""
+    if cluster.status().state != "booting":
+        return
+    display = BootDisplay(title_of(cluster))
+    while cluster.status().state == "booting":
+        display.update(cluster.status())
+        time.sleep(0.1)
+    if cluster.status().state != "ready":
+        display.failed("The boot failed.")
+        raise BootError(
+            "the boot that had begun elsewhere, in the panel for instance, failed or was stopped."
+        )
+    display.done(cluster.status())
+
+
+def title_of(cluster: Cluster) -> str:
+    """What boots: `smollm2-135m on cpu`."""
+    return f"{cluster.options.model} on {cluster.options.kind}"
 
 
 def down(session: Session, args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """What one notebook has: its policies, the running cluster, its panel, the answers that still stream."""
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import Cluster, Submission, current
@@ -32,6 +33,14 @@ class Session:
         """The cluster that runs or boots in this process, whoever started it."""
         return current.find()
 
+    def let_go(self, patience: float = 20.0) -> None:
+        """Wait until a cluster that is stopping has gone, so that another one can boot."""
+        deadline = time.monotonic() + patience
+        while (cluster := self.cluster) is not None and time.monotonic() < deadline:
+            if cluster.status().state not in ("stopping", "stopped"):
+                return
+            time.sleep(0.05)
+
     @property
     def book(self) -> PolicyBook:
         """The policies: the running cluster's, else those that the next cluster will get."""
@@ -60,11 +69,17 @@ class Session:
         values = dict(chosen.values) if chosen is not None else {}
         return Cluster(model, policy=chosen, parameters=values, book=self._book, **options)
 
+    def catch_up(self, cluster: Cluster) -> None:
+        """Make active what was chosen while the cluster booted."""
+        view, chosen = cluster.status().policy, self._chosen
+        if chosen is not None and view is not None and cluster.book.get(view.name) is not chosen:
+            cluster.use(chosen)
+
     def use(self, policy: Policy, values: dict[str, Any], *, define: bool = False) -> None:
         """Make a policy active; the old one goes on serving where anything is wrong with the new."""
         before = self._remembered()
         cluster = self.cluster
-        if cluster is not None and cluster.url:
+        if cluster is not None and serves(cluster):
             cluster.use(policy, **values)
         else:
             policy.set(**values)
@@ -82,7 +97,7 @@ class Session:
                 "no policy is active yet: choose one with %route use NAME, or boot with %route up."
             )
         before = self._remembered()
-        if cluster is not None and cluster.url:
+        if cluster is not None and serves(cluster):
             cluster.set(**values)
         else:
             active.set(**values)
@@ -128,3 +143,8 @@ class Session:
             return []
         del self._past[:-DEEPEST_UNDO]
         return [(active, dict(active.values))]
+
+
+def serves(cluster: Cluster) -> bool:
+    """Whether a policy can be made active now; before, it is chosen for later."""
+    return cluster.status().state == "ready"

@@ -112,7 +112,9 @@ def start_kernel(tmp_path: Path) -> Iterator[Callable[[], Any]]:
 def load(name: str) -> Any:
     """A helper module of this folder (tests are imported by path, so they cannot name each other)."""
     if f"notebook_{name}" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(f"notebook_{name}", Path(__file__).parent / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"notebook_{name}", Path(__file__).parent / f"{name}.py"
+        )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module

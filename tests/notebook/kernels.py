@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import re
 import socket
 import time
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ class Footprint:
 
     processes: list[psutil.Process]
     ports: list[int]
-    segments_before: set[str]
+    segments: set[str]
 
     def gone(self) -> bool:
         """Whether all of it has been removed."""
@@ -131,15 +132,16 @@ class Footprint:
         """What is still there."""
         alive = [p.pid for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         open_ports = [port for port in self.ports if answers(port)]
-        segments = segments_now() - self.segments_before
-        parts = {"processes": alive, "ports": open_ports, "segments": sorted(segments)}
+        segments = sorted(name for name in self.segments if Path("/dev/shm", name).exists())
+        parts = {"processes": alive, "ports": open_ports, "segments": segments}
         return ", ".join(f"{name} {value}" for name, value in parts.items() if value)
 
 
-def segments_now() -> set[str]:
-    """Our shared-memory segments on this machine."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.glob("mlcrt-*")} if folder.is_dir() else set()
+def segments_of(processes: list[psutil.Process]) -> set[str]:
+    """The shared-memory segments that these processes have mapped (Linux; elsewhere none can be told apart)."""
+    maps = [Path(f"/proc/{process.pid}/maps") for process in processes]
+    texts = [path.read_text() for path in maps if path.exists()]
+    return {name for text in texts for name in re.findall(r"/dev/shm/(mlcrt-\S+)", text)}
 
 
 def answers(port: int) -> bool:

@@ -12,15 +12,22 @@ import nbformat
 import pytest
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "01_quickstart.ipynb"
-LONG = "%%ask --max-tokens 16 --policy disagg\n{} one: " + "The tide comes in twice a day, and nobody minds. " * 12
+LONG = (
+    "%%ask --max-tokens 16 --policy disagg\n{} one: "
+    + "The tide comes in twice a day, and nobody minds. " * 12
+)
+STORY = (
+    "The tide comes in twice a day because the Moon pulls on the sea as the Earth turns under it. So the old "
+    "fisherman had learned to read the water long before he learned to read the clock, and he tied his boat with a "
+    "rope so long that the village laughed at it, until the night of the great storm. "
+)
 EXTRA = [
     LONG.format("Story"),
     "import time\nimport mlcrouter_nb\ntime.sleep(6)\nprint(mlcrouter_nb.cluster().params)",
     LONG.format("Tale"),
-    "%%ask --no-wait --max-tokens 220\nTell me about the sea.",
-    "%%ask --no-wait --max-tokens 220\nHow does a lighthouse work?",
-    "%%ask --no-wait --max-tokens 220\n" + "The fisherman tied his boat with a long rope. " * 14,
-    "import threading\nprint(sorted(t.name for t in threading.enumerate() if t.name.startswith('mlcrouter')))",
+    "%%ask --raw --no-wait --max-tokens 300 --seed 1\n" + STORY + "One evening the old man",
+    "%%ask --raw --no-wait --max-tokens 300 --seed 2\nLetters from the lighthouse. " + STORY + "The keeper",
+    "%%ask --raw --no-wait --max-tokens 300 --seed 3\nOn tides. " + STORY + "The Moon",
 ]
 pytestmark = [pytest.mark.browser, pytest.mark.engine, pytest.mark.kernel, pytest.mark.timeout(300)]
 
@@ -34,7 +41,9 @@ def notebook(tmp_path: Path) -> tuple[Path, dict[str, int]]:
     root.mkdir()
     nbformat.write(book, root / "quickstart.ipynb")
     places = {cell.source: i for i, cell in enumerate(book.cells)}
-    return root, {source: next(i for text, i in places.items() if text.startswith(source)) for source in places}
+    return root, {
+        source: next(i for text, i in places.items() if text.startswith(source)) for source in places
+    }
 
 
 def keep(panel: Any, name: str) -> None:
@@ -52,7 +61,9 @@ def windows(summary: str) -> tuple[int, int]:
     return int(match[1]), int(length[1])
 
 
-def test_the_quickstart_in_the_browser(notebook: tuple[Path, dict[str, int]], tmp_path: Path, labs: Any) -> None:
+def test_the_quickstart_in_the_browser(
+    notebook: tuple[Path, dict[str, int]], tmp_path: Path, labs: Any
+) -> None:
     root, place = notebook
     with labs.jupyterlab(tmp_path, root) as address, labs.browser(1180, 1000) as tab:
         page = labs.Page(tab, address, "quickstart.ipynb")
@@ -70,7 +81,9 @@ def test_the_quickstart_in_the_browser(notebook: tuple[Path, dict[str, int]], tm
 
         # A stream flows, under the cell and in the panel.
         page.start(at("%%ask --max-tokens 48"))
-        page.until("() => document.querySelector('.mlcr-stream.mlcr-running .mlcr-text')?.textContent.length > 20")
+        page.until(
+            "() => document.querySelector('.mlcr-stream.mlcr-running .mlcr-text')?.textContent.length > 20"
+        )
         first = len(tab.inner_text(".mlcr-stream .mlcr-text"))
         page.until(f"() => document.querySelector('.mlcr-stream .mlcr-text').textContent.length > {first}")
         page.until("() => document.querySelector('.mlcr-stream[data-state=finished]')")
@@ -94,17 +107,21 @@ def test_the_quickstart_in_the_browser(notebook: tuple[Path, dict[str, int]], tm
         # `%route set` moves the slider; three streams at once, for the picture.
         page.run(at("%route set"))
         page.until("() => document.querySelector('.mlcr .widget-readout').textContent === '0.50'")
-        for text in ("Tell me", "How does", "The fisherman"):
-            page.run(at(f"%%ask --no-wait --max-tokens 220\n{text}"))
+        for seed in (1, 2, 3):
+            page.run(at(f"%%ask --raw --no-wait --max-tokens 300 --seed {seed}"))
         page.until("() => document.querySelectorAll('.mlcr-running .mlcr-text').length === 3")
         tab.wait_for_timeout(2500)
         keep(panel, "panel")
-        tab.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+        tab.evaluate(
+            "() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
+        )
         tab.wait_for_timeout(800)
         keep(panel, "panel-dark")
         tab.set_viewport_size({"width": 800, "height": 1000})
         tab.wait_for_timeout(500)
-        assert tab.evaluate("() => { const p = document.querySelector('.mlcr'); return p.scrollWidth <= p.clientWidth; }")
+        assert tab.evaluate(
+            "() => { const p = document.querySelector('.mlcr'); return p.scrollWidth <= p.clientWidth; }"
+        )
         keep(panel, "panel-narrow")
         tab.set_viewport_size({"width": 1180, "height": 1000})
         page.until("() => !document.querySelector('.mlcr-running')", 60)
@@ -121,7 +138,10 @@ def test_the_quickstart_in_the_browser(notebook: tuple[Path, dict[str, int]], tm
         page.until("() => document.querySelector('.mlcr-boot:not([hidden])')")
         keep(panel, "panel-off")
         tab.click(".mlcr-boot button")
-        page.until("() => document.querySelectorAll('.mlcr-engine').length === 3")
+        page.until(
+            "() => document.querySelectorAll('.mlcr-engines:not([hidden]) [data-state=starting]').length === 3"
+        )
+        tab.wait_for_timeout(500)
         keep(panel, "panel-boot")
         page.until("() => document.querySelector('.mlcr-phase').dataset.phase === 'ready'", 60)
         assert page.run(at("%route down")).strip() == "The cluster is stopped."

@@ -72,7 +72,9 @@ def test_an_interrupt_of_an_await_stops_its_request_too(
 def test_asyncio_run_works_beside_a_running_cluster_when_asked_for(kernel: Any) -> None:
     source = "import asyncio\nasync def f():\n    await asyncio.sleep(0.05)\n    return 'done'\nprint(asyncio.run(f()))"
     refused = kernel.finish(kernel.start(source))
-    assert refused.reply == "error" and "asyncio.run() cannot be called" in refused.text, "nothing is patched unasked"
+    assert refused.reply == "error" and "asyncio.run() cannot be called" in refused.text, (
+        "nothing is patched unasked"
+    )
     kernel.run("%config MlcRouter.nest_asyncio = True")
     assert "done" in kernel.run(source).text
     nested = (
@@ -84,7 +86,9 @@ def test_asyncio_run_works_beside_a_running_cluster_when_asked_for(kernel: Any) 
     assert "done" in kernel.run(source).text
 
 
-def test_the_boot_is_one_display_and_the_status_comes_as_html(start_kernel: Callable[[], Any], urls: list[str]) -> None:
+def test_the_boot_is_one_display_and_the_status_comes_as_html(
+    start_kernel: Callable[[], Any], urls: list[str]
+) -> None:
     kernel = start_kernel()
     shown = kernel.run(f"%route up --roles 2 --endpoint-urls {' '.join(urls)}")
     assert re.search(r"2 engines ready in [\d.]+ s", shown.text)
@@ -101,7 +105,9 @@ def test_the_panel_has_text_and_html_beside_its_view(kernel: Any) -> None:
 
 
 def test_a_faulty_policy_shows_the_users_line_and_no_stack_of_ours(kernel: Any) -> None:
-    shown = kernel.finish(kernel.start("%%route bad\nasync def route(request, engines):\n    return enginess[0]\n"))
+    shown = kernel.finish(
+        kernel.start("%%route bad\nasync def route(request, engines):\n    return enginess[0]\n")
+    )
     assert shown.reply == "error"
     assert "return enginess[0]" in shown.text and "mlcrouter_nb/" not in shown.text
     assert "round-robin" in kernel.run("%route").text

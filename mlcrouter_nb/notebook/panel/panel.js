@@ -119,7 +119,7 @@ function titled(title, body) {
 
 function drawPanel(panel, state, model) {
   const { phase } = state;
-  const off = phase === "off" || phase === "stopped";
+  const off = phase === "off";
   write(panel.phase, phaseText(state));
   panel.phase.dataset.phase = state.engines.some((engine) => engine.state === "failed") ? "failed" : phase;
   panel.model.hidden = off || !state.model;
@@ -140,7 +140,7 @@ function drawPanel(panel, state, model) {
 
 function phaseText({ phase, engines }) {
   const failed = engines.filter((engine) => engine.state === "failed").length;
-  if (phase === "off" || phase === "stopped") return "nothing running";
+  if (phase === "off") return "nothing running";
   if (phase === "booting") {
     const ready = engines.filter((engine) => engine.state === "ready").length;
     return `booting: ${ready} of ${engines.length} engines ready`;
@@ -180,7 +180,7 @@ function drawActions(node, phase, model) {
         rest();
         node.querySelector("button")?.focus();
       });
-      node.replaceChildren(make("span", "mlcr-muted", "Stop all engines?"), yes, no);
+      node.replaceChildren(make("span", "mlcr-muted", "Stop?"), yes, no);
       no.focus();
     });
     return node.replaceChildren(stop);

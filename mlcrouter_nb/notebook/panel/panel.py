@@ -114,6 +114,7 @@ class Panel(anywidget.AnyWidget):
         self._error = ""
         config = self.session.config
         try:
+            self.session.let_go()
             cluster = self.session.new_cluster(
                 model.strip() or config.model,
                 roles=roles.strip() or config.roles,
@@ -121,6 +122,7 @@ class Panel(anywidget.AnyWidget):
             )
             if find_same(cluster) is None:
                 cluster.start_blocking()
+                self.session.catch_up(cluster)
         except MlcRouterError as error:
             self._show_error(str(error))
 

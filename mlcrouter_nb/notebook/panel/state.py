@@ -11,6 +11,8 @@ RECENT = 2  # rows that ended requests may fill while fewer run
 TEXT = 280  # characters of each
 DETAIL = 1600  # characters of a dead engine's log
 
+PHASES = {"stopped": "stopping"}  # engines are gone, the cluster is not yet
+
 
 def panel_state(cluster: Cluster | None, snapshot: Snapshot | None) -> dict[str, Any]:
     """The state without the clock: equal states draw the same picture."""
@@ -20,7 +22,7 @@ def panel_state(cluster: Cluster | None, snapshot: Snapshot | None) -> dict[str,
     streams = [stream_row(stream, stream.calls) for stream in snapshot.running[:STREAMS]]
     recent = recently_ended(cluster, RECENT - len(streams))
     return {
-        "phase": snapshot.state,
+        "phase": PHASES.get(snapshot.state, snapshot.state),
         "model": snapshot.model,
         "kind": " ".join([snapshot.kind, *sorted({e.kernels for e in snapshot.engines if e.kernels})]),
         "url": snapshot.url,
@@ -72,8 +74,9 @@ def stream_row(request: StreamView | RequestTrace, calls: Iterable[CallTrace]) -
 
 
 def tail(text: str) -> str:
-    """The end of a text, from a word's begin."""
-    return text if len(text) <= TEXT else f"… {text[-TEXT:].partition(' ')[2]}"
+    """The end of a text on one line, from a word's begin."""
+    line = " ".join(text[-2 * TEXT :].split())
+    return line if len(line) <= TEXT else f"… {line[-TEXT:].partition(' ')[2]}"
 
 
 def prompt_parts(tokens: int | None, calls: Sequence[CallTrace]) -> list[tuple[str, int]]:
