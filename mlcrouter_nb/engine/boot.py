@@ -70,6 +70,11 @@ async def boot(arguments: argparse.Namespace, progress: OnProgress) -> Engine:
         world = NvshmemConfig.from_env()
     except ValueError as error:
         raise ArgumentError(str(error)) from error
+    if arguments.prefill_chunk_size <= arguments.max_num_sequence:
+        raise ArgumentError(
+            f"--prefill-chunk-size {arguments.prefill_chunk_size} must be more than --max-num-sequence "
+            f"{arguments.max_num_sequence}: each pass takes a token of every request, and prefill besides."
+        )
     files = await asyncio.to_thread(resolve, arguments.model, progress)
     worker: EngineWorker[ModelRunner] = EngineWorker(
         lambda: ModelRunner(

@@ -10,7 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 from ..protocol.errors import MlcRouterError
 from .jobs import Event, Job
-from .scheduler import Runner, Scheduler
+from .kv_pool import Runner
+from .scheduler import Scheduler
 from .stats import Stats
 
 STUCK_AFTER_S = 30.0  # one step takes about a second at most

@@ -30,6 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("smollm2-135m", "--kernels", "fast"), "fast"),
         (("smollm2-135m", "--role", "both"), "both"),
         (("smollm2-135m", "--unknown"), "--unknown"),
+        (("smollm2-135m", "--max-num-sequence", "64", "--prefill-chunk-size", "64"), "must be more than"),
     ],
 )
 def test_a_wrong_argument_is_exit_code_2_and_a_sentence(arguments: tuple[str, ...], says: str) -> None:

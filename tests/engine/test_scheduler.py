@@ -72,9 +72,9 @@ def run(*schedulers: Scheduler, until: Callable[[], bool] = lambda: False, limit
 
 
 def pages_are_free_or_kept(scheduler: Scheduler, runner: FakeRunner) -> bool:
-    scheduler.update_stats()
+    scheduler._update_stats()
     stats = scheduler.stats
-    return len(runner.sequences) == len(scheduler._cache) and stats.kv_pages_cached == len(runner.pages)
+    return len(runner.sequences) == len(scheduler.pool.kept) and stats.kv_pages_cached == len(runner.pages)
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -270,12 +270,12 @@ def test_disagg_says_what_one_engine_says(length: int, factor: float, keep: bool
 def test_cached_rows_of_the_prefill_engine_are_sent_too() -> None:
     pair = Pair()
     pair.answer(prompt_of(50), 49)
-    while pair.decode._cache.evict():
+    while pair.decode.pool.kept.evict():
         pass
     text, job, send = pair.answer([*prompt_of(50), 1, 2, 3], 52)
     assert text == greedy_answer([*prompt_of(50), 1, 2, 3], 8)
     assert send is not None and (send.cached, send.prefilled, job.cached) == (49, 3, 0)
-    while pair.decode._cache.evict():
+    while pair.decode.pool.kept.evict():
         pass
     text, job, send = pair.answer(prompt_of(30), 29)
     assert text == greedy_answer(prompt_of(30), 8)
@@ -285,7 +285,7 @@ def test_cached_rows_of_the_prefill_engine_are_sent_too() -> None:
 def test_a_window_that_begins_behind_what_the_prefill_engine_holds() -> None:
     pair = Pair()
     pair.answer(prompt_of(60), 30)
-    while pair.prefill._cache.evict():
+    while pair.prefill.pool.kept.evict():
         pass
     text, job, send = pair.answer(prompt_of(60), 59)
     assert text == greedy_answer(prompt_of(60), 8)

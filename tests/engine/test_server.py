@@ -33,7 +33,7 @@ async def rests(engine: ServedEngine, within_s: float = 5.0) -> bool:
             numbers = await engine.metrics()
             held = numbers["kv_pages_total"] - numbers["kv_pages_free"] - numbers["kv_pages_cached"]
             if held == numbers["requests_running"] == numbers["requests_waiting"] == 0:
-                return len(engine.runner.sequences) == len(engine.service.worker.scheduler._cache)
+                return len(engine.runner.sequences) == len(engine.service.worker.scheduler.pool.kept)
             await asyncio.sleep(0.02)
 
 
