@@ -126,7 +126,7 @@ class Gateway:
         headers = {name: value for name, value in http.headers.items() if name not in SECRET}
         request = self.router.request(body, headers=headers)
         reply.on_leave = request.leave
-        if body.get("stream"):
+        if request.body.get("stream"):
             await self.router.run(request, EventSink(reply))
             reply.event(b"[DONE]")
             reply.end()

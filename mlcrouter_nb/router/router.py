@@ -113,10 +113,7 @@ class Router:
         Raises `RequestError` for a bad body, a model that is not served, or while the router stops."""
         if self.draining:
             raise RequestError("The router is stopping.", status=503, type="server_error", code="stopping")
-        if isinstance(body, BaseModel):
-            body = body.model_dump(exclude_unset=True)
-        else:
-            body = _checked(body)
+        body = body.model_dump(exclude_unset=True) if isinstance(body, BaseModel) else _checked(body)
         if self.model is not None and body.get("model") not in (None, self.model):
             raise RequestError(
                 f"The model '{body['model']}' is not served here; there is: {self.model}.",

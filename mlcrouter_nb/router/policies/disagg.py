@@ -2,7 +2,7 @@
 
 The decode engine reserves room and says how much of the prompt it holds already; the prefill engine computes the rest
 and writes the KV there; the decode engine finishes the last `pd_balance_factor` of the prompt and generates.
-Source: "MicroServing of LLM Engines", https://arxiv.org/abs/2412.12488; DistServe, https://arxiv.org/abs/2401.09670."""
+Source: "A System for Microserving of LLMs", https://arxiv.org/abs/2412.12488; DistServe, https://arxiv.org/abs/2401.09670."""
 
 from mlcrouter_nb import slider
 
