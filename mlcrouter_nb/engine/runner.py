@@ -204,7 +204,7 @@ class ModelRunner:
         self._windows[seq] = _Window(end, recv_rank, runs)
 
     def forward(self, batch: list[tuple[int, list[int]]]) -> np.ndarray:
-        """Append tokens to sequences; float32 logits `[len(batch), vocab]` of each one's last token.
+        """Append tokens to sequences; float32 logits `[len(batch), vocab]`, read-only, of each one's last token.
 
         At most `prefill_chunk_size` tokens in all and `max_num_sequence` sequences. Capacity is the caller's business
         (`pages_needed`, `free_pages`): a batch for which there are no pages is refused."""
@@ -229,7 +229,8 @@ class ModelRunner:
         last = np.cumsum(counts) - 1
         rows = np.from_dlpack(hidden)[last]
         tile = self._tile(len(rows))
-        return self._logits[tile](self._padded(rows, tile), self._parameters).numpy()[: len(rows)]
+        logits = self._logits[tile](self._padded(rows, tile), self._parameters)
+        return np.from_dlpack(logits)[: len(rows)]
 
     def _run(self, embedded: np.ndarray, layout: Layout) -> Any:
         """Embeddings `[n, hidden]` through the layers; n rows count, more may come back."""

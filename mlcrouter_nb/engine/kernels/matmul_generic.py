@@ -104,7 +104,12 @@ def matmul(rows: int, columns: int, bits: int, tile: int, residual: bool, name: 
                                     T.Cast("float32x16", dot[m, lanes(0)])
                                     * splat(x_scale[step * tile + m, g])
                                 )
-                                + w_min[block, g, lanes(0)] * splat(x_sum[step * tile + m, g])
+                                + (
+                                    w_min[block, g, lanes(0)]
+                                    if bits == 4
+                                    else w_scale[block, g, lanes(0)] * const(-128)
+                                )
+                                * splat(x_sum[step * tile + m, g])
                             )
                     for m in T.unroll(tile):
                         if residual:

@@ -51,9 +51,9 @@ def _dot(total: Any, weights: Any, activations: Any) -> Any:
 def matmul(rows: int, columns: int, bits: int, tile: int, residual: bool, name: str) -> Any:
     """`y[M, rows] = W x (+ r)` for M a multiple of `tile`; without a residual, r is x's scales once more, unread.
 
-    x is int8 with a scale and a scaled sum per group of 32 columns; W is packed by `pack`, with float16 scale and
-    minimum per group. A row's bits do not depend on M or on `tile`: each has accumulators of its own, fed in the
-    same order."""
+    x is int8 with a scale and a scaled sum per group of 32 columns. W is packed by `pack`, with float16 scale and
+    minimum per group; an 8-bit minimum is always -128 scales and not read. A row's bits do not depend on M or on
+    `tile`: each row has accumulators of its own, fed in the same order."""
     blocks, groups, width = rows // LANES, columns // GROUP, packed_width(bits)
     high = LANES if bits == 4 else 256  # where the second half of a group's weights starts: nibble or byte
 
