@@ -151,6 +151,7 @@ class LoopThread:
             while not waiter.done():
                 await asyncio.wait({waiter}, timeout=TICK)
         except asyncio.CancelledError:
+            waiter.cancel()  # nobody will look at it
             await job.end(patience)
             raise
         return waiter.result()

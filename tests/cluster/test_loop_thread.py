@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -105,7 +106,7 @@ async def test_run_from_another_loop(thread: LoopThread) -> None:
         await thread.run(fail())
 
 
-async def test_a_cancellation_crosses_loops(thread: LoopThread) -> None:
+async def test_a_cancellation_crosses_loops(thread: LoopThread, caplog: pytest.LogCaptureFixture) -> None:
     sleeper = Sleeper()
     waiting = asyncio.create_task(thread.run(sleeper()))
     while not sleeper.started.is_set():  # noqa: ASYNC110
@@ -114,6 +115,9 @@ async def test_a_cancellation_crosses_loops(thread: LoopThread) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert sleeper.cancelled.is_set()
+    del waiting
+    gc.collect()
+    assert caplog.records == [], "no exception that nobody looked at"
 
 
 async def count(n: int, closed: threading.Event) -> AsyncGenerator[int, None]:
