@@ -43,7 +43,9 @@ async def test_a_bad_field_is_refused(
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff\xfe"])
-async def test_a_malformed_body_is_refused(cluster: Cluster, http: aiohttp.ClientSession, data: bytes) -> None:
+async def test_a_malformed_body_is_refused(
+    cluster: Cluster, http: aiohttp.ClientSession, data: bytes
+) -> None:
     async with http.post("v1/completions", data=data, headers={"Content-Type": "application/json"}) as answer:
         assert answer.status == 400
         assert (await answer.json())["error"]["message"]

@@ -23,7 +23,9 @@ async def greedy(http: aiohttp.ClientSession, prompt: list[int]) -> tuple[str, d
 
 
 @pytest.mark.parametrize("factor", [0, 0.1, 0.5, 0.9, 1])
-async def test_disagg_says_what_one_engine_says(cluster: Cluster, http: aiohttp.ClientSession, factor: float) -> None:
+async def test_disagg_says_what_one_engine_says(
+    cluster: Cluster, http: aiohttp.ClientSession, factor: float
+) -> None:
     for length in LENGTHS:
         prompt = prompt_of(length, salt=3 + int(factor * 10))
         cluster.use("disagg", pd_balance_factor=factor)
