@@ -132,7 +132,11 @@ def test_the_quickstart_in_the_browser(
         page.until("() => document.querySelector('.mlcr-controls select').value === 'long_to_disagg'")
         assert "prefill + decode" in page.run(at("%%ask --max-tokens 24"))
         assert len(page.run(at("from openai"))) > 20
-        tab.click(".mlcr-actions button")
+        tab.focus(".mlcr-actions button")  # the keyboard reaches it; Enter is no shortcut of Lab's here
+        tab.keyboard.press("Enter")
+        tab.wait_for_selector("text=Stop it")
+        tab.keyboard.press("Enter")
+        tab.click("text=Stop cluster")
         keep(panel, "panel-stop")
         tab.click("text=Stop it")
         page.until("() => document.querySelector('.mlcr-boot:not([hidden])')")

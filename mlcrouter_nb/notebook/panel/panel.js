@@ -85,6 +85,7 @@ async function embed(model, slot) {
 function build(el) {
   const root = make("section", "mlcr");
   root.setAttribute("aria-label", "mlcrouter_nb: cluster panel");
+  root.dataset.lmSuppressShortcuts = "true"; // keys that are typed here are no shortcuts of Lab
   const panel = { root };
 
   panel.phase = make("span", "mlcr-pill mlcr-phase");
@@ -133,7 +134,7 @@ function drawPanel(panel, state, model) {
   panel.engines.hidden = off;
   if (!off) drawEngines(panel.engines, state.engines);
   write(panel.doc, state.doc ?? "");
-  panel.chart.box.parentElement.hidden = off;
+  panel.chart.box.parentElement.hidden = off || phase === "booting";
   panel.live.hidden = off || phase === "booting";
   if (!off) drawStreams(panel.streams, state);
 }
@@ -203,8 +204,6 @@ function drawBoot(form, boot, model) {
     setTimeout(() => (go.disabled = false), 3000);
     model.send({ do: "boot", model: name.input.value, roles: roles.input.value });
   };
-  // Lab's shortcuts must not take the keys that are typed here.
-  form.onkeydown = (event) => event.stopPropagation();
   form.append(name.label, roles.label, go, make("p", "mlcr-muted", "Boots engines on this machine; %route up does the same."));
 }
 
@@ -298,7 +297,10 @@ function drawEngine(card, engine) {
   const used = Math.max(0, (engine.used ?? 0) - cached);
   write(card.pages, engine.total === null ? "–" : `${number(used)}${cached ? ` + ${number(cached)} cached` : ""} / ${number(engine.total)}`);
   fill(card.bar, used, cached, engine.total ?? 0);
-  if (!card.boot) return;
+  if (!card.boot) {
+    card.root.title = engine.detail; // a row of the table has no room for it
+    return;
+  }
   const starting = engine.state === "starting";
   card.live.hidden = starting || engine.state === "failed";
   card.boot.hidden = !starting;
