@@ -180,8 +180,8 @@ class Scheduler:
         try:
             logits = self._runner.forward([(job.seq, tokens) for job, tokens in batch])
         except Exception as error:  # whatever the runner met: these jobs end, the engine goes on
-            senders = [job for job, _ in batch if isinstance(job, Send)]  # likeliest: a peer is gone
-            for job in senders or [job for job, _ in batch]:
+            jobs = [job for job, _ in batch]
+            for job in [job for job in jobs if isinstance(job, Send)] or jobs:  # likeliest: a peer is gone
                 self._fail(job, MlcRouterError(f"The forward pass failed: {error}"))
             return
         for (job, tokens), row in zip(batch, logits, strict=True):
