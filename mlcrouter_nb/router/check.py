@@ -14,6 +14,9 @@ from .namespace import GIVEN
 
 KNOWN = frozenset(dir(builtins)) | frozenset(GIVEN) | {"__name__", "__doc__", "__file__", "__builtins__"}
 
+# The last one is 3.12's, for class bodies within functions.
+LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+
 
 def check_source(
     name: str, source: str, origin: str, filename: str, *, need_route: bool = True
@@ -84,7 +87,7 @@ def undefined_names(code: CodeType) -> Iterator[tuple[int | None, str, list[str]
         line = None
         for i in dis.get_instructions(inner):
             line = i.positions.lineno if i.positions else line
-            if i.opname in ("LOAD_GLOBAL", "LOAD_NAME") and i.argval not in known and i.argval not in local:
+            if i.opname in LOADS and i.argval not in known and i.argval not in local:
                 yield line, i.argval, sorted(known | set(inner.co_varnames))
 
 

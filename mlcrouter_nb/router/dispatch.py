@@ -92,7 +92,7 @@ async def _close(close: Any, watch: "_Watch | None") -> None:
     except TimeoutError:
         pass
     except RuntimeError:
-        if watch is None or watch.line is None:  # "asynchronous generator ignored GeneratorExit"
+        if watch is None or not watch.stalled:  # "asynchronous generator ignored GeneratorExit"
             raise
 
 
