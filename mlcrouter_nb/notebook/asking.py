@@ -9,7 +9,7 @@ import threading
 from IPython.core.error import UsageError
 
 from ..cluster import Cluster, Submission
-from ..protocol.errors import MlcRouterError, RequestError
+from ..protocol.errors import MlcRouterError
 from .arguments import Parser
 from .display.answer import AnswerDisplay
 from .failures import Interrupted
@@ -49,18 +49,15 @@ def ask(session: Session, args: argparse.Namespace, prompt: str) -> None:
     if not prompt.strip():
         raise UsageError("%%ask needs a question below it.")
     display = AnswerDisplay()
-    try:
-        submission = cluster.submit(
-            prompt.rstrip("\n"),
-            on_text=display.add,
-            chat=args.chat,
-            max_tokens=args.max_tokens,
-            temperature=args.temperature,
-            seed=args.seed,
-            policy=session.book.get(args.policy).name if args.policy else None,
-        )
-    except RequestError as error:  # refused before anything was sent: an option's value cannot be
-        raise UsageError(f"%%ask: {error}") from None
+    submission = cluster.submit(
+        prompt.rstrip("\n"),
+        on_text=display.add,
+        chat=args.chat,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        policy=session.book.get(args.policy).name if args.policy else None,
+    )
     session.remember(submission)
     if args.no_wait:
         # The context knows the cell: what this thread shows lands there, whatever cell runs by then.
@@ -80,10 +77,10 @@ def ask(session: Session, args: argparse.Namespace, prompt: str) -> None:
         raise Interrupted("the request is stopped; the cluster is up.") from None
     finally:
         session.forget(submission)
-    error = failure(submission)
-    display.end(summary(submission, "failed" if error else "finished"))
-    if error is not None:
-        raise error
+    failed = failure(submission)
+    display.end(summary(submission, "failed" if failed else "finished"))
+    if failed is not None:
+        raise failed
 
 
 def running(session: Session) -> Cluster:

@@ -40,7 +40,7 @@ def undo(session: Session, args: argparse.Namespace) -> None:
 def list_policies(session: Session, args: argparse.Namespace) -> None:
     """Name, parameters, origin and first line of each policy; the active one is marked."""
     active = session.active
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in session.book.names():
         policy = session.book.get(name)
         values = ", ".join(f"{key}={value}" for key, value in policy.values.items())

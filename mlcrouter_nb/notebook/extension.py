@@ -25,7 +25,7 @@ class Extension:
         shell.register_magics(self.magics)
         shell.input_transformers_cleanup.append(lone_cell_magic)
         shell.Completer.custom_matchers.append(self.completer.matcher)
-        self._unregister_formatters = register_formatters(shell.display_formatter)
+        self._unregister_formatters = register_formatters(shell)
 
     def unload(self) -> None:
         """Take the hooks out, close the panels and stop the cluster, saying so."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from IPython.core.error import UsageError
 
-from ..protocol.errors import ArgumentError, MlcRouterError
+from ..protocol.errors import ArgumentError, MlcRouterError, RequestError
 
 
 class Interrupted(KeyboardInterrupt):
@@ -17,12 +17,13 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
-    """Wrong arguments become a `UsageError`; other errors of ours keep their type and lose their traceback."""
+    """Wrong arguments and refused requests become a `UsageError`; other errors of ours keep their type and lose
+    their traceback."""
     try:
         yield
-    except ArgumentError as error:
-        raise UsageError(str(error)) from None
     except MlcRouterError as error:
+        if isinstance(error, ArgumentError) or (isinstance(error, RequestError) and error.status < 500):
+            raise UsageError(str(error)) from None
         name, text = type(error).__name__, str(error)
         error._render_traceback_ = lambda: [f"\x1b[31m{name}\x1b[39m: {text}"]  # type: ignore[attr-defined]
         raise

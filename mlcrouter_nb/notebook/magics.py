@@ -70,13 +70,17 @@ class RouterMagics(Magics):
         if len(words) != 1:
             raise UsageError("write %%route NAME, and the policy below it.")
         name = check_name(words[0])
-        # The history knows this cell's number; whether `execution_count` is already the next one depends on IPython.
-        session, origin = self.session, f"cell [{len(self.shell.history_manager.input_hist_raw) - 1}]"
+        session, origin = self.session, f"cell [{self._cell_number()}]"
         if is_blank(cell):
             session.use(session.book.get(name), {})
         else:
             session.use(session.book.compile(name, cell, origin), {}, define=True)
         show_active(session)
+
+    def _cell_number(self) -> int:
+        """The number of the cell that runs; whether `execution_count` is already the next one depends on IPython."""
+        history: Any = self.shell.history_manager if self.shell is not None else None
+        return len(history.input_hist_raw) - 1 if history is not None else 0
 
 
 POLICY_HELP = """\

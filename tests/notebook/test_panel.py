@@ -109,6 +109,19 @@ def test_a_moved_slider_acts_from_any_thread_while_a_cell_runs(
     assert slider(panel).value == 0.7, "the panel does not undo it"
 
 
+def test_where_controls_act_between_cells_only_the_panel_says_so(
+    panel: Panel, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlcrouter_nb.notebook.panel.controls.in_notebook", lambda: True)
+    eventually(lambda: "pd_balance_factor" in panel.controls._rows)
+    slider(panel).value = 0.6  # on the main thread, as where there are no subshells
+    eventually(lambda: "--no-wait" in panel.state["hint"])
+    thread = threading.Thread(target=lambda: setattr(slider(panel), "value", 0.7))
+    thread.start()
+    thread.join(5)
+    eventually(lambda: panel.state["hint"] == "")
+
+
 def test_route_set_moves_the_slider_and_the_selector_changes_the_policy(
     panel: Panel, cluster: Cluster, run: Run
 ) -> None:

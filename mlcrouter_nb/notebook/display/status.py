@@ -4,7 +4,7 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-from IPython.core.formatters import DisplayFormatter
+from IPython.core.interactiveshell import InteractiveShell
 
 from ...telemetry import EngineView, ParameterView, PolicyView, Snapshot
 from .theme import ERROR, FONT, INK, LINE, MONO, MUTED, engine_colour
@@ -32,10 +32,11 @@ class Status:
         return status_html(self.snapshot)
 
 
-def register_formatters(formatter: DisplayFormatter) -> Callable[[], None]:
+def register_formatters(shell: InteractiveShell) -> Callable[[], None]:
     """Let a cell that ends with a Cluster show its status; answers the function that undoes it."""
     from ...cluster import Cluster
 
+    formatter: Any = shell.display_formatter
     text, html = formatter.formatters["text/plain"], formatter.formatters["text/html"]
     text.for_type(Cluster, lambda cluster, printer, cycle: printer.text(status_text(cluster.status())))
     html.for_type(Cluster, lambda cluster: status_html(cluster.status()))

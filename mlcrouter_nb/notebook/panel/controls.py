@@ -10,6 +10,7 @@ import ipywidgets
 
 from ...protocol.errors import MlcRouterError
 from ...telemetry import ParameterView, PolicyView
+from ..display.place import in_notebook
 from ..session import Session
 from .comms import hear_on_subshells
 
@@ -22,6 +23,7 @@ class PolicyControls(ipywidgets.VBox):
     def __init__(self, session: Session, on_error: Callable[[str], None]) -> None:
         self._session = session
         self._on_error = on_error
+        self.between_cells = False  # whether this front end delivers to the main shell, which cells block
         self._pushing: int | None = None
         self._shape: object = None
         self._rows: dict[str, _Row] = {}
@@ -30,7 +32,8 @@ class PolicyControls(ipywidgets.VBox):
         self._selector.observe(self._on_select, "value")
         hear_on_subshells(self._selector)
         self._origin = ipywidgets.HTML()
-        super().__init__([_line(self._selector, self._origin)])
+        self._head = _line(self._selector, self._origin)
+        super().__init__([self._head])
         self.add_class("mlcr-controls")
 
     def update(self, view: PolicyView | None, names: list[str]) -> None:
@@ -59,7 +62,7 @@ class PolicyControls(ipywidgets.VBox):
         parameters = view.parameters if view is not None else ()
         self._rows = {parameter.name: _Row(parameter, self._on_value) for parameter in parameters}
         self._seen = {parameter.name: parameter.value for parameter in parameters}
-        self.children = [self.children[0], *(row.box for row in self._rows.values())]
+        self.children = [self._head, *(row.box for row in self._rows.values())]
         for row in old:
             row.close()
 
@@ -78,6 +81,7 @@ class PolicyControls(ipywidgets.VBox):
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
+        self.between_cells = in_notebook() and threading.current_thread() is threading.main_thread()
         try:
             yield
             self._on_error("")
@@ -101,7 +105,7 @@ class PolicyControls(ipywidgets.VBox):
         for row in self._rows.values():
             row.close()
         self._selector.unobserve_all()
-        for widget in (self._selector, self._origin, *self.children[:1]):
+        for widget in (self._selector, self._origin, self._head):
             close_wholly(widget)
         layout = self.layout
         super().close()

@@ -133,7 +133,7 @@ function drawPanel(panel, state, model) {
   if (off) drawBoot(panel.boot, state.boot, model);
   panel.engines.hidden = off;
   if (!off) drawEngines(panel.engines, state.engines);
-  write(panel.doc, state.doc ?? "");
+  write(panel.doc, [state.hint, state.doc].filter(Boolean).join("\n"));
   panel.chart.box.parentElement.hidden = off || phase === "booting";
   panel.live.hidden = off || phase === "booting";
   if (!off) drawStreams(panel.streams, state);

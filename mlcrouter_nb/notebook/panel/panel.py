@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ...cluster import Cluster
 
 HERE = Path(__file__).parent
+BETWEEN_CELLS = "In this front end the controls act between cells. To steer while answers stream, ask with %%ask --no-wait."
 
 
 class Panel(anywidget.AnyWidget):
@@ -78,7 +79,8 @@ class Panel(anywidget.AnyWidget):
     def _refresh_once(self) -> None:
         cluster = self.session.cluster
         view = self.session.view()
-        seen = (cluster, cluster.telemetry.version if cluster is not None else 0, view, self._error)
+        waits = self.controls.between_cells
+        seen = (cluster, cluster.telemetry.version if cluster is not None else 0, view, self._error, waits)
         if seen == self._seen:
             return
         self._seen = seen
@@ -86,6 +88,7 @@ class Panel(anywidget.AnyWidget):
         snapshot = cluster.status() if cluster is not None else None
         picture = panel_state(cluster, snapshot)
         picture["error"] = self._error
+        picture["hint"] = BETWEEN_CELLS if waits else ""
         if cluster is None:
             picture["boot"] = {"model": self.session.config.model, "roles": self.session.config.roles}
         if picture != self._picture:
