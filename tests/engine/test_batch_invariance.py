@@ -117,3 +117,20 @@ def test_the_end_of_the_longest_context(runner: ModelRunner) -> None:
     runner.remove_sequence(1)
     assert np.isfinite(decoded).all()
     assert np.array_equal(decoded, chunked)
+
+
+def test_the_generic_kernels_keep_the_rule_too(model_path: Path) -> None:
+    rng = random.Random(9)
+    runner = ModelRunner(model_path, max_total_tokens=1024, num_threads=2, kernels="generic")
+    try:
+        prompts = [tokens(rng, count) for count in (1, 17, 40)]
+        expected = [prefill(runner, prompt) for prompt in prompts]
+        for seq in range(3):
+            runner.add_sequence(seq)
+        runner.forward([(seq, prompts[seq][:-1]) for seq in (1, 2)])
+        runner.fork_sequence(2, 3, 33)
+        logits = runner.forward([*((seq, prompts[seq][-1:]) for seq in range(3)), (3, prompts[2][33:])])
+        for row, same in zip(logits, [*expected, expected[2]], strict=True):
+            assert np.array_equal(row, same)
+    finally:
+        runner.close()
