@@ -101,5 +101,7 @@ async def boot(arguments: argparse.Namespace, progress: OnProgress) -> Engine:
         vocab_size=config.vocab_size,
         eos_ids=config.eos_ids,
         world=None if world is None else (world.pe_start, world.npes),
+        temperature=files.temperature,
+        top_p=files.top_p,
     )
     return Engine(service, worker.runner, arguments.role or "")

@@ -29,8 +29,15 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
-    def from_body(cls, body: CompletionRequest | ChatCompletionRequest, vocab_size: int) -> "SamplingParams":
-        """From a request; raises `RequestError` (400) for a `logit_bias` of tokens that do not exist."""
+    def from_body(
+        cls,
+        body: CompletionRequest | ChatCompletionRequest,
+        vocab_size: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> "SamplingParams":
+        """From a request; `temperature` and `top_p` hold where it does not say. Raises `RequestError` (400) for a `logit_bias` of tokens that do not exist."""
         max_tokens = body.max_tokens
         if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
             max_tokens = body.max_completion_tokens
@@ -39,8 +46,8 @@ class SamplingParams:
             return default if value is None else value
 
         return cls(
-            temperature=given(body.temperature, 1.0),
-            top_p=given(body.top_p, 1.0),
+            temperature=given(body.temperature, temperature),
+            top_p=given(body.top_p, top_p),
             top_k=max(0, body.top_k or 0),
             seed=randbits(63) if body.seed is None else body.seed,
             max_tokens=max_tokens,

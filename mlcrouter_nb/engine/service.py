@@ -20,7 +20,8 @@ _LONG_TEXT = 20_000  # characters, from which tokenizing would hold up the event
 
 @dataclass
 class Service:
-    """What every handler needs. `world` is `(own rank, number of PEs)` of the NVSHMEM world, None without one."""
+    """What every handler needs. `world` is `(own rank, number of PEs)` of the NVSHMEM world, None without one;
+    `temperature` and `top_p` hold for requests that do not say."""
 
     worker: EngineWorker[Any]
     model: str
@@ -30,6 +31,8 @@ class Service:
     vocab_size: int
     eos_ids: tuple[int, ...]
     world: tuple[int, int] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
 
     def check_model(self, model: str | None) -> None:
         """Raise 404 for another model."""
@@ -85,7 +88,9 @@ class Service:
         window_end: int | None = None,
     ) -> Generation:
         """A job for `body`."""
-        params = SamplingParams.from_body(body, self.vocab_size)
+        params = SamplingParams.from_body(
+            body, self.vocab_size, temperature=self.temperature, top_p=self.top_p
+        )
         return Generation(
             tokens=prompt,
             target=len(prompt),

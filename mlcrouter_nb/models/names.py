@@ -20,15 +20,22 @@ KNOWN = {
         size=98362432,
     ),
 }
+# What a model's authors advise, for requests that do not say: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+ADVISED = {DEFAULT_MODEL: (0.2, 0.9)}
 ALIASES = {"smollm2-135m-instruct": DEFAULT_MODEL, "huggingfacetb/smollm2-135m-instruct": DEFAULT_MODEL}
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model on this machine: `id` is what `/v1/models` calls it, `path` its GGUF file."""
+    """A model on this machine: `id` is what `/v1/models` calls it, `path` its GGUF file.
+
+    `temperature` and `top_p` hold for requests that do not say; OpenAI's defaults unless the model's authors advise
+    others."""
 
     id: str
     path: Path
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 def resolve(model: str, progress: OnProgress | None = None) -> ModelFiles:
@@ -37,7 +44,8 @@ def resolve(model: str, progress: OnProgress | None = None) -> ModelFiles:
     Raises `ArgumentError` that lists what there is, `MlcRouterError` where a fetch fails."""
     name = ALIASES.get(model.lower(), model.lower())
     if name in KNOWN:
-        return ModelFiles(name, fetch(KNOWN[name], cache_dir() / "models", progress or ignore_progress))
+        path = fetch(KNOWN[name], cache_dir() / "models", progress or ignore_progress)
+        return ModelFiles(name, path, *ADVISED.get(name, ()))
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return ModelFiles(path.stem, path.absolute())

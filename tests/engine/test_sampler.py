@@ -97,6 +97,10 @@ def test_params_from_a_body() -> None:
     params = SamplingParams.from_body(body, 10)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, None)
     assert (params.stop, params.logit_bias) == (("a",), {3: -5})
+    advised = SamplingParams.from_body(body, 10, temperature=0.2, top_p=0.9)
+    assert (advised.temperature, advised.top_p) == (0.2, 0.9)
+    said = CompletionRequest(prompt="x", temperature=0)
+    assert SamplingParams.from_body(said, 10, temperature=0.2).temperature == 0
     assert params.seed != SamplingParams.from_body(body, 10).seed
     chat = ChatCompletionRequest(
         messages=[{"role": "user", "content": "x"}], max_tokens=5, max_completion_tokens=7
