@@ -173,7 +173,7 @@ async def test_a_failure_in_mid_stream_is_told_and_done(engine: ServedEngine) ->
     async with engine.client.post(
         "/v1/completions", json={"prompt": PROMPT, "stream": True, "ignore_eos": True}
     ) as answer:
-        await answer.content.readline()
+        await answer.content.readuntil(b"\n\n")
         engine.runner.fail_next = RuntimeError("out of luck")
         events = (await answer.text()).split("\n\n")
     assert "out of luck" in json.loads(events[-3].removeprefix("data: "))["error"]["message"]
