@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import nbformat
 import pytest
+from nbconvert import HTMLExporter
 
 pytestmark = pytest.mark.kernel
 
@@ -102,6 +104,9 @@ def test_the_panel_has_text_and_html_beside_its_view(kernel: Any) -> None:
     (data,) = kernel.run("%route panel").displays.values()
     assert "application/vnd.jupyter.widget-view+json" in data
     assert "E0" in data["text/plain"] and "<table" in data["text/html"]
+    cell = nbformat.v4.new_code_cell("%route panel", outputs=[nbformat.v4.new_output("display_data", data)])
+    page, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    assert ">E0</th>" in page, "nbconvert shows the table"
 
 
 def test_a_faulty_policy_shows_the_users_line_and_no_stack_of_ours(kernel: Any) -> None:

@@ -26,7 +26,9 @@ def panel_state(cluster: Cluster | None, snapshot: Snapshot | None) -> dict[str,
         "model": snapshot.model,
         "kind": " ".join([snapshot.kind, *sorted({e.kernels for e in snapshot.engines if e.kernels})]),
         "url": snapshot.url,
-        "doc": snapshot.policy.doc.partition("\n\n")[0] if snapshot.policy is not None else "",
+        "doc": " ".join(snapshot.policy.doc.partition("\n\n")[0].split())
+        if snapshot.policy is not None
+        else "",
         "engines": [engine_card(engine) for engine in snapshot.engines],
         "streams": streams + [stream_row(trace, trace.frozen_calls()) for trace in recent],
         "more": max(0, snapshot.in_flight - len(streams)),
