@@ -104,7 +104,7 @@ def test_packed_weights_are_the_files(
         return quants.dequantize(flat, kind)
 
     down = original("blk.0.ffn_down.weight")
-    one_hot = np.zeros((4, config.intermediate_size), np.int8)
+    one_hot = np.zeros((4, config.intermediate_size), kernels.activation_dtype)
     columns = [0, 17, 500, config.intermediate_size - 1]
     one_hot[range(4), columns] = 1
     groups = config.intermediate_size // 32

@@ -78,7 +78,7 @@ def test_matmul(kernels: KernelSet, rng: np.random.Generator, type: str) -> None
         plain = compiled(kernels, f=kernels.matmul(rows, columns, bits, tile, False, "f"))["f"]
         added = compiled(kernels, f=kernels.matmul(rows, columns, bits, tile, True, "f"))["f"]
         y, z = empty(8, rows), empty(8, rows)
-        arguments = [tensor(q), tensor(scale), tensor(total), *weights]
+        arguments = [tensor(q.astype(kernels.activation_dtype)), tensor(scale), tensor(total), *weights]
         plain(*arguments, tensor(scale), y)
         added(*arguments, tensor(residual), z)
         bound = 1e-5 * np.abs(seen.reshape(8, columns)) @ np.abs(w.T) + 1e-6
@@ -97,7 +97,7 @@ def test_matmul_at_the_ends_of_the_range(kernels: KernelSet) -> None:
         blob[..., -16 if bits == 4 else -32 :] = 0xFF if bits == 4 else 0x80  # 15; -128, the packed 0
         packed = pack_matrix(kernels, blob, type)
         for value in (127, -127):
-            q = np.full((1, 32), value, np.int8)
+            q = np.full((1, 32), value, kernels.activation_dtype)
             y = empty(1, 16)
             one, total = np.ones((1, 1), np.float32), np.full((1, 1), 32.0 * value, np.float32)
             compiled(kernels, f=kernels.matmul(16, 32, bits, 1, False, "f"))["f"](
@@ -118,8 +118,9 @@ def test_quantize(kernels: KernelSet, rng: np.random.Generator, mode: str) -> No
     elif mode == "silu_gate":
         gate, up = wide[:, :columns], wide[:, columns:]
         wide = gate / (1 + np.exp(-gate)) * up
-    q, scale, total = empty(5, columns, dtype="int8"), empty(5, columns // 32), empty(5, columns // 32)
-    compiled(kernels, f=quantize(columns, mode, epsilon, "f"))["f"](
+    q = empty(5, columns, dtype=kernels.activation_dtype)
+    scale, total = empty(5, columns // 32), empty(5, columns // 32)
+    compiled(kernels, f=quantize(columns, mode, epsilon, kernels.activation_dtype, "f"))["f"](
         tensor(x), tensor(weight), q, scale, total
     )
     groups = wide.reshape(5, -1, 32)
@@ -238,8 +239,8 @@ def test_an_arm_processor_compiles_the_generic_set() -> None:
         **kernels.cache_kernels(9, 3, 64),
         "matmul": kernels.matmul(32, 64, 4, 4, True, "matmul"),
         "head": kernels.matmul(32, 64, 8, 4, False, "head"),
-        "quantize": quantize(64, "rms_norm", 1e-5, "quantize"),
-        "gate": quantize(64, "silu_gate", 1e-5, "gate"),
+        "quantize": quantize(64, "rms_norm", 1e-5, "int16", "quantize"),
+        "gate": quantize(64, "silu_gate", 1e-5, "int16", "gate"),
         "attention": attention(9, 3, 64, 2, "attention"),
     }
     assembly = tvm.compile(tvm.IRModule(functions), target=target).mod.inspect_source("s")

@@ -15,7 +15,7 @@ from ..kernels.paging import PAGE_SIZE
 from ..kernels.quantize import quantize
 from ..kernels.vector import GROUP, LANES
 
-Activations = list[Tensor]  # int8 values, scales, scaled sums: see `kernels.quantize`
+Activations = list[Tensor]  # 8-bit values, scales, scaled sums: see `kernels.quantize`
 
 
 class QuantizedLinear(nn.Module):
@@ -38,16 +38,18 @@ class QuantizedLinear(nn.Module):
         )
 
 
-def quantized(x: Tensor, columns: int, mode: str, weight: Tensor, epsilon: float = 0.0) -> Activations:
+def quantized(
+    kernels: KernelSet, x: Tensor, columns: int, mode: str, weight: Tensor, epsilon: float = 0.0
+) -> Activations:
     """x through norm or gate, rounded: see `kernels.quantize`."""
     name = f"quantize_{mode}_{columns}"
     rows = x.shape[0]
     return op.tensor_ir_op(
-        quantize(columns, mode, epsilon, name),
+        quantize(columns, mode, epsilon, kernels.activation_dtype, name),
         name,
         [x, weight],
         [
-            Tensor.placeholder((rows, columns), "int8"),
+            Tensor.placeholder((rows, columns), kernels.activation_dtype),
             Tensor.placeholder((rows, columns // GROUP), "float32"),
             Tensor.placeholder((rows, columns // GROUP), "float32"),
         ],
@@ -102,12 +104,12 @@ class LlamaLayer(nn.Module):
     def forward(self, x: Tensor, batch: Batch, layer: int, tile: int) -> Tensor:
         config = self.config
         hidden, inner, epsilon = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        normed = quantized(x, hidden, "rms_norm", self.attention_norm, epsilon)
+        normed = quantized(self.kernels, x, hidden, "rms_norm", self.attention_norm, epsilon)
         attended = cached_attention(self.qkv(normed, tile), batch, layer, config, self.kernels.attention_rows)
         width = config.num_heads * config.head_dim
-        x = self.output(quantized(attended, width, "plain", self.attention_norm), tile, x)
-        normed = quantized(x, hidden, "rms_norm", self.mlp_norm, epsilon)
-        gated = quantized(self.gate_up(normed, tile), inner, "silu_gate", self.mlp_norm)
+        x = self.output(quantized(self.kernels, attended, width, "plain", self.attention_norm), tile, x)
+        normed = quantized(self.kernels, x, hidden, "rms_norm", self.mlp_norm, epsilon)
+        gated = quantized(self.kernels, self.gate_up(normed, tile), inner, "silu_gate", self.mlp_norm)
         return self.down(gated, tile, x)
 
 
@@ -129,7 +131,9 @@ class Llama(nn.Module):
     def logits(self, x: Tensor, tile: int) -> Tensor:
         """Hidden states `[M, hidden]` to logits `[M, vocabulary]`."""
         config = self.config
-        return self.head(quantized(x, config.hidden_size, "rms_norm", self.norm, config.rms_norm_eps), tile)
+        return self.head(
+            quantized(self.kernels, x, config.hidden_size, "rms_norm", self.norm, config.rms_norm_eps), tile
+        )
 
     def export(self) -> tuple[Any, list[str]]:
         """A Relax module with `layers_<tile>(x, cache, pages, singles, chunks, table, parameters)` and `logits_<tile>(x, parameters)` for each tile,

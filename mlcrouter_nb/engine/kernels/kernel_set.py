@@ -65,6 +65,11 @@ class KernelSet:
         return self.matmul_module.SCALE_DTYPE
 
     @property
+    def activation_dtype(self) -> str:
+        """Of quantised activations, which are always 8 bits: int8 or int16."""
+        return self.matmul_module.ACTIVATION_DTYPE
+
+    @property
     def target(self) -> tvm.target.Target:
         """TVM's target for `cpu`."""
         return tvm.target.Target({"kind": "llvm", "mcpu": self.cpu})

@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 from .vector import GROUP, LANES, const, lanes, splat
 
 SCALE_DTYPE = "float32"  # not every CPU converts float16 by itself
+ACTIVATION_DTYPE = "int16"  # holds what int8 would; one load spreads it over all lanes
 
 
 def packed_width(bits: int) -> int:
@@ -35,12 +36,13 @@ def _high_nibbles(vector: Any) -> Any:
 
 
 def _activation(value: Any) -> Any:
-    return splat(T.Cast("int16", value))
+    return splat(value)
 
 
 @lru_cache(None)
 def matmul(rows: int, columns: int, bits: int, tile: int, residual: bool, name: str) -> Any:
-    """`y[M, rows] = W x (+ r)`; the same operands, order and sums as in `matmul_vnni`, but for the packing."""
+    """`y[M, rows] = W x (+ r)`; the same operands, order and sums as in `matmul_vnni`, but for the packing
+    and for x, which is int16."""
     blocks, groups, width = rows // LANES, columns // GROUP, packed_width(bits)
     halves = bits // 4  # runs of 16 bytes: a 4-bit group is one of them, an 8-bit group two
     partner = LANES if bits == 4 else 0  # the column of a byte's high nibble, relative to the low one's
@@ -59,7 +61,7 @@ def matmul(rows: int, columns: int, bits: int, tile: int, residual: bool, name: 
     ):
         T.func_attr({"tirx.is_scheduled": True, "tirx.noalias": True, "op_pattern": 8})
         M = T.int64()
-        x = T.match_buffer(x_handle, (M, columns), "int8")
+        x = T.match_buffer(x_handle, (M, columns), "int16")
         x_scale = T.match_buffer(scale_handle, (M, groups), "float32")
         x_sum = T.match_buffer(sum_handle, (M, groups), "float32")
         r = T.match_buffer(r_handle, (M, rows if residual else groups), "float32")

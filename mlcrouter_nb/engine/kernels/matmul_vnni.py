@@ -10,6 +10,7 @@ from tvm.target import codegen
 from .vector import GROUP, LANES, const, lanes, splat
 
 SCALE_DTYPE = "float16"
+ACTIVATION_DTYPE = "int8"
 _VPDPBUSD = codegen.llvm_lookup_intrinsic_id("llvm.x86.avx512.vpdpbusd.512")
 
 

@@ -1,4 +1,4 @@
-"""What goes before a matmul: norm or gate, then rounding to int8 with a scale per group of 32."""
+"""What goes before a matmul: norm or gate, then rounding to 8 bits with a scale per group of 32."""
 
 from functools import lru_cache
 from typing import Any
@@ -20,8 +20,8 @@ from .vector import (
 
 
 @lru_cache(None)
-def quantize(columns: int, mode: str, epsilon: float, name: str) -> Any:
-    """x `[M, columns]` float32 to int8 `[M, columns]`, scales and scaled sums `[M, columns / 32]`.
+def quantize(columns: int, mode: str, epsilon: float, dtype: str, name: str) -> Any:
+    """x `[M, columns]` float32 to -127..127 `[M, columns]` in `dtype`, scales and scaled sums `[M, columns / 32]`.
 
     `mode` "rms_norm": `x * rsqrt(mean(x**2) + epsilon) * weight` first; "silu_gate": `silu(x[:, :columns]) *
     x[:, columns:]` of an x twice as wide; "plain": x itself. The weight is read by "rms_norm" only."""
@@ -41,7 +41,7 @@ def quantize(columns: int, mode: str, epsilon: float, name: str) -> Any:
         weights = T.int64()
         x = T.match_buffer(x_handle, (M, width), "float32")
         weight = T.match_buffer(weight_handle, (weights,), "float32")
-        q = T.match_buffer(q_handle, (M, columns), "int8")
+        q = T.match_buffer(q_handle, (M, columns), dtype)
         scale = T.match_buffer(scale_handle, (M, groups), "float32")
         total = T.match_buffer(sum_handle, (M, groups), "float32")
         for m in T.parallel(M):
@@ -82,7 +82,7 @@ def quantize(columns: int, mode: str, epsilon: float, name: str) -> Any:
                         rounded[j, lanes(0)] = T.Cast(
                             "int32x16", T.nearbyint(value[j, lanes(0)] * splat(scalar[2]))
                         )
-                        q[m, lanes(g * 32 + j * 16)] = T.Cast("int8x16", rounded[j, lanes(0)])
+                        q[m, lanes(g * 32 + j * 16)] = T.Cast(f"{dtype}x16", rounded[j, lanes(0)])
                     scale[m, g] = scalar[3]
                     total[m, g] = scalar[3] * T.Cast(
                         "float32", reduce_add_int(rounded[0, lanes(0)] + rounded[1, lanes(0)])
