@@ -16,8 +16,10 @@ from .sampler import sample
 from .stats import Stats
 
 RESERVE_PAGES = 4  # that an admission leaves for each running generation to grow into
-WAIT_DEADLINE_S = 60.0  # for prep_recv and remote_send to be admitted
-RECEIVE_DEADLINE_S = 60.0  # from prep_recv to start_generate
+WAIT_DEADLINE_S = 600.0  # for prep_recv and remote_send to be admitted; whoever asked may leave before
+# From prep_recv to start_generate. Longer than a router waits for remote_send (`router.endpoint.LONGEST_QUEUE_S`): the peer
+# writes without asking, and pages that are freed before it has ended would be another request's by then.
+RECEIVE_DEADLINE_S = 600.0
 
 
 class Scheduler:

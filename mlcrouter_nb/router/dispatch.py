@@ -110,6 +110,8 @@ class _Watch:
 
     def _look(self) -> None:
         left = self._request.progress + self._stall_s - time.monotonic()
+        if any(not call.paused for call in self._request.guard.calls):
+            left = self._stall_s  # it waits for an engine, and calls have deadlines of their own
         if left > 0:
             self._timer = self._loop.call_later(left, self._look)
         else:

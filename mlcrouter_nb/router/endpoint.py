@@ -20,6 +20,11 @@ from .stream import Stream
 if TYPE_CHECKING:
     from .request import Request
 
+# A call may take as long as a slow engine needs for the tokens ahead of it, where that is longer than its deadline. Engines
+# keep reserved KV for longer than the longest wait (`engine.scheduler.RECEIVE_DEADLINE_S`): it is written until then.
+SLOWEST_TOKENS_PER_S = 50.0
+LONGEST_QUEUE_S = 480.0
+
 
 class Endpoint:
     """One engine: the verbs, its load, its connections.
@@ -156,8 +161,9 @@ class Endpoint:
         if guard.released:
             raise MlcRouterError("the request is over; no more calls can be made for it.")
         trace = self._begin_trace(request, verb, window)
+        idle_s = max(self.idle_s, self._queue_s(request.known_length))
         call = Call(
-            self.name, self.idle_s, on_first or _nothing, partial(self._ended, request, guard, trace, lease)
+            self.name, idle_s, on_first or _nothing, partial(self._ended, request, guard, trace, lease)
         )
         guard.calls.add(call)
         try:
@@ -251,15 +257,16 @@ class Endpoint:
         """One of the two calls that answer JSON, within the deadline for transfers; `mine` is told the call."""
         fields = request.microserving_fields(self.kind) | fields
         call: Call | None = None
+        patience = max(self.transfer_s, self._queue_s(len(request.prompt)))
         try:
-            async with asyncio.timeout(self.transfer_s) as scope:
+            async with asyncio.timeout(patience) as scope:
                 call = await self.open(request, verb, f"/microserving/{verb}", fields, window, lease)
                 mine[self] = call
                 body = await call.body()
         except TimeoutError as error:
             if not scope.expired():
                 raise
-            problem = f"{self.name} did not answer {verb} within {self.transfer_s:g} s."
+            problem = f"{self.name} did not answer {verb} within {patience:.3g} s."
             raise EngineError(problem, engine=self.name, status=504) from error
         finally:
             if call is not None and not self.can_abort:  # else the guard ends it in order
@@ -280,6 +287,11 @@ class Endpoint:
         except ValueError as error:
             raise self._nonsense(verb, body) from error
         return answer
+
+    def _queue_s(self, tokens: int) -> float:
+        """Seconds that a call with a prompt of `tokens` may have to wait for others: a queue is no failure."""
+        ahead = max(self.waiting_tokens, self.in_flight * tokens)
+        return min(ahead / SLOWEST_TOKENS_PER_S, LONGEST_QUEUE_S)
 
     def _nonsense(self, verb: str, body: bytes) -> EngineError:
         start = body[:200].decode(errors="replace")

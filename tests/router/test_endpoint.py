@@ -2,8 +2,10 @@ import asyncio
 
 import pytest
 
+from mlcrouter_nb.engine.scheduler import RECEIVE_DEADLINE_S
 from mlcrouter_nb.protocol.errors import ArgumentError, EngineError, PolicyError, RequestError
-from mlcrouter_nb.router.endpoint import Endpoint
+from mlcrouter_nb.router.aborting import ABORT_S
+from mlcrouter_nb.router.endpoint import LONGEST_QUEUE_S, Endpoint
 
 PREP, SEND, START = "/microserving/prep_recv", "/microserving/remote_send", "/microserving/start_generate"
 BODY = {"prompt": "a b c d e f g h i j", "max_tokens": 3}
@@ -152,14 +154,28 @@ async def test_a_connection_that_the_engine_has_closed_is_not_used_again(serve):
 
 
 async def test_deadlines_name_the_engine(serve):
-    async with serve("1P1D", endpoint={"transfer_s": 0.1, "idle_s": 0.2}) as served:
+    async with serve("1P1D", endpoint={"transfer_s": 0.3, "idle_s": 0.2}) as served:
         served.engines["P0"].plan(SEND, silent=True)
-        with pytest.raises(EngineError, match=r"P0 did not answer remote_send within 0\.1 s"):
+        with pytest.raises(EngineError, match=r"P0 did not answer remote_send within 0\.3 s"):
             await served.texts(BODY)
         served.engines["D1"].plan(START, silent=True)
         with pytest.raises(EngineError, match=r"D1 sent nothing for 0\.2 s"):
             await served.texts(BODY)
         assert await served.texts(BODY) == TEXTS
+
+
+async def test_a_queue_is_no_silence(serve):
+    options = {"transfer_s": 0.2, "idle_s": 0.2}
+    async with serve("1P1D", endpoint=options, stall_s=0.3) as served:
+        body = BODY | {"prompt": " ".join(map(str, range(60)))}  # 1.2 s at 50 tokens a second
+        for engine, path in (("D1", PREP), ("P0", SEND), ("D1", START)):
+            served.engines[engine].plan(path, wait=0.6)
+            assert len(await served.texts(body)) == len(TEXTS)
+
+
+def test_engines_keep_reserved_kv_for_longer_than_anybody_sends():
+    assert RECEIVE_DEADLINE_S > LONGEST_QUEUE_S + ABORT_S
+    assert Endpoint("P0", "http://127.0.0.1:1").transfer_s + ABORT_S < RECEIVE_DEADLINE_S
 
 
 def test_a_wrong_address_is_refused():
