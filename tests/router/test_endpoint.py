@@ -154,12 +154,12 @@ async def test_a_connection_that_the_engine_has_closed_is_not_used_again(serve):
 
 
 async def test_deadlines_name_the_engine(serve):
-    async with serve("1P1D", endpoint={"transfer_s": 0.3, "idle_s": 0.2}) as served:
+    async with serve("1P1D", endpoint={"transfer_s": 0.25, "idle_s": 0.3}) as served:
         served.engines["P0"].plan(SEND, silent=True)
-        with pytest.raises(EngineError, match=r"P0 did not answer remote_send within 0\.3 s"):
+        with pytest.raises(EngineError, match=r"P0 did not answer remote_send within 0\.25 s"):
             await served.texts(BODY)
         served.engines["D1"].plan(START, silent=True)
-        with pytest.raises(EngineError, match=r"D1 sent nothing for 0\.2 s"):
+        with pytest.raises(EngineError, match=r"D1 sent nothing for 0\.3 s"):
             await served.texts(BODY)
         assert await served.texts(BODY) == TEXTS
 
