@@ -3,6 +3,7 @@
 Fields that we do not know are kept and travel on (`model_extra`).
 Source: https://platform.openai.com/docs/api-reference/completions and .../chat"""
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -88,6 +89,21 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         return kind.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error) from error
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, whatever it holds; raises `RequestError` (400) where it is none, or text in it is no Unicode."""
+    try:
+        value = json.loads(body)
+        if b"\\u" in body:
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be sent on
+    except RecursionError as error:
+        raise RequestError("The body is no JSON that can be read: it is nested too deeply.") from error
+    except ValueError as error:
+        raise RequestError(f"The body is no JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise RequestError("The body must be a JSON object.")
+    return value
 
 
 def check_body(kind: type[Body], body: dict[str, Any]) -> Body:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..protocol.errors import ArgumentError, EngineError, RequestError
+from ..protocol.openai import parse_object
 from ..telemetry.prometheus import CONTENT_TYPE, metrics_page
 from .access import Access, preflight
 from .chunks import Chunk
@@ -118,7 +119,7 @@ class Gateway:
     async def _complete(self, http: HttpRequest, reply: Reply, *, chat: bool) -> None:
         if self._server is not None and self._server.stopping:
             raise RequestError("The server is stopping.", status=503, type="server_error", code="stopping")
-        body = _json_object(http.body)
+        body = parse_object(http.body)
         needed, other = ("messages", "prompt") if chat else ("prompt", "messages")
         if needed not in body:
             raise RequestError(f"'{needed}' is missing.", param=needed)
@@ -166,13 +167,3 @@ class Gateway:
             except (ValueError, KeyError, TypeError):
                 continue
         return list(models.values())
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(body)
-    except ValueError as error:
-        raise RequestError(f"The body is no JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise RequestError("The body must be a JSON object.")
-    return value

@@ -22,6 +22,7 @@ MAX_BODY = 64 << 20
 MAX_AHEAD = 16  # requests that a client may send before its first is answered
 QUIET_S = 75.0  # a connection without a request is closed after this
 SLOW_CLIENT_S = 120.0  # a client that takes nothing for this long is left
+LINGER_S = 5.0  # what a refused client still sends is read so long: closed at once, it would not see why
 
 
 class HttpConnection(asyncio.Protocol):
@@ -39,6 +40,7 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._in_head = True
         self._completed = False  # a request ended within the bytes last read
+        self._refused = False
         self._head_size = self._body_size = 0
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
@@ -51,7 +53,7 @@ class HttpConnection(asyncio.Protocol):
         self._quiet()
 
     def data_received(self, data: bytes) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing() or self._refused:
             return
         self._completed = False
         try:
@@ -61,8 +63,8 @@ class HttpConnection(asyncio.Protocol):
                 self._head_size += len(data)
                 if self._head_size > MAX_HEAD:
                     self._refuse(431, "The headers are too long.")
-        except httptools.HttpParserUpgrade:
-            self._refuse(400, "Upgrades are not supported.")
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse(400, "This is no HTTP request.")
 
@@ -100,19 +102,23 @@ class HttpConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_size = False, 0
-        if self._headers.get("expect", "").lower() == "100-continue":
+        if int(self._headers.get("content-length") or 0) > MAX_BODY:
+            self._refuse_body()
+        elif self._headers.get("expect", "").lower() == "100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         self._body_size += len(data)
         if self._body_size > MAX_BODY:
-            self._refuse(413, f"The body is longer than {MAX_BODY >> 20} MiB.")
+            self._refuse_body()
         else:
             self._body.append(data)
 
     def on_message_complete(self) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing() or self._refused:
             return
+        if self._parser.should_upgrade():
+            return  # the parser stops before the body
         request = HttpRequest(
             method=self._parser.get_method().decode("latin-1"),
             path=unquote(self._url.partition(b"?")[0].decode("latin-1")),
@@ -127,6 +133,17 @@ class HttpConnection(asyncio.Protocol):
             self._next()
         elif len(self._waiting) > MAX_AHEAD:
             self.abort()
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """An upgrade is an offer, which a server may ignore (RFC 9110, 7.8): read the request as if there were none."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            return self._refuse(405, "This server is no proxy.")
+        version = self._parser.get_http_version().encode()
+        headers = [f"{name}: {value}\r\n" for name, value in self._headers.items() if name != "upgrade"]
+        self._parser, self._in_head, self._head_size = httptools.HttpRequestParser(self), True, 0
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._url, version, "".join(headers).encode("latin-1"))
+        self.data_received(head + rest)
 
     # What replies use
 
@@ -184,10 +201,15 @@ class HttpConnection(asyncio.Protocol):
     def _quiet(self) -> None:
         self._timer = self.server.loop.call_later(QUIET_S, self.close_if_quiet)
 
+    def _refuse_body(self) -> None:
+        self._body.clear()
+        self._refuse(413, f"The body is longer than {MAX_BODY >> 20} MiB.")
+
     def _refuse(self, status: int, problem: str) -> None:
         """Answer what cannot be read as a request, and close."""
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing() or self._refused:
             return
+        self._refused = True
         if self.task is None:
             body = json.dumps(error_body(problem)).encode()
             head = (
@@ -195,4 +217,9 @@ class HttpConnection(asyncio.Protocol):
                 f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             )
             self._transport.write(head.encode() + body)
-        self._transport.close()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self.server.loop.call_later(LINGER_S, self.close_if_quiet)
+            self._transport.write_eof()
+        else:
+            self._transport.close()

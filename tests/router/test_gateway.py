@@ -6,6 +6,7 @@ import json
 import pytest
 
 from mlcrouter_nb.protocol.errors import ArgumentError
+from mlcrouter_nb.router import http_connection
 from mlcrouter_nb.router.gateway import Gateway
 from mlcrouter_nb.router.router import Router
 
@@ -239,6 +240,37 @@ async def test_bytes_that_are_no_request(serve):
         assert (await raw(served, b"hello\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request")
         flood = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: %b\r\n" % (b"y" * 70_000)
         assert (await raw(served, flood)).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.parametrize("way", ["h2c", "websocket"])
+async def test_an_upgrade_is_not_taken(serve, way):
+    async with serve("1") as served:
+        offer = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {way}\r\nHTTP2-Settings: AAMAAABk\r\n"
+        request = post(BODY, offer) + post(BODY, "Connection: close\r\n")
+        assert (await raw(served, request)).count(b"t3 t4 ") == 2
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+async def test_a_client_that_sends_too_much_hears_why(serve, monkeypatch, says_so):
+    monkeypatch.setattr(http_connection, "MAX_BODY", 4 << 20)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    body = b"x" * (32 << 20)
+    if says_so:
+        request = head + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    else:
+        request = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body
+    async with serve("1") as served:
+        assert (await raw(served, request)).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": "\\ud800"}', b'{"prompt": "a", "model": "\\ud800"}'],
+)
+async def test_json_that_nobody_can_read_or_send_on(serve, body):
+    async with serve("1P1D") as served, served.http.post("/v1/completions", data=body) as response:
+        assert response.status == 400
+        assert "The body is no JSON" in (await response.json())["error"]["message"]
 
 
 async def test_a_request_in_pieces(serve):
