@@ -187,4 +187,4 @@ def _writable(tensor: Any) -> np.ndarray:
     """A tensor's memory as an array; DLPack would give a read-only one."""
     shape, dtype = tuple(int(x) for x in tensor.shape), np.dtype(str(tensor.dtype))
     memory = (ctypes.c_char * (int(np.prod(shape)) * dtype.itemsize)).from_address(tensor.data_ptr())
-    return np.frombuffer(memory, dtype).reshape(shape)
+    return np.frombuffer(memoryview(memory), dtype).reshape(shape)
