@@ -94,9 +94,11 @@ async def _stream(
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers)
     opened = False
+    given: list[int] = []
     try:
         async for burst in inbox.bursts():
-            data = b"".join(_chunk(shape, token, shows_ids) for token in burst)
+            given += [id for token in burst for id in token.ids]
+            data = b"".join(_chunk(shape, token, shows_ids, given) for token in burst)
             if not opened and data:  # an error before the first token is an answer with a status of its own
                 opened = True
                 await response.prepare(request)
@@ -113,10 +115,13 @@ async def _stream(
     return response
 
 
-def _chunk(shape: Shape, token: Tokens, shows_ids: bool) -> bytes:
+def _chunk(shape: Shape, token: Tokens, shows_ids: bool, given: list[int]) -> bytes:
     if not (token.text or token.finish_reason or (shows_ids and token.ids)):
         return b""  # a special token: it has no text
-    return event(shape.chunk(token.text, token.finish_reason, token.ids if shows_ids else None))
+    chunk = shape.chunk(token.text, token.finish_reason, token.ids if shows_ids else None)
+    if token.finish_reason == "preempt":  # so that it goes on as it began: text may be cut into other tokens
+        chunk["choices"][0]["generated_token_ids"] = given
+    return event(chunk)
 
 
 @web.middleware

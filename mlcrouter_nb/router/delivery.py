@@ -41,6 +41,7 @@ class Delivery:
         self._straight: Call | None = None  # the call whose plain chunks go on as they come
         self._texts: list[str | bytes] = []  # as the engines sent them, as in a trace's pieces
         self._ids: list[int] | None = []
+        self._ids_before: list[int] | None = []  # this attempt
         self._sources: set[Call] = set()  # calls of this attempt that brought text
         self._finished: set[int] = set()  # indices that have ended
         self._indices: set[int] = set(range(request.body.get("n") or 1))
@@ -105,13 +106,14 @@ class Delivery:
         text = join_text(self._texts)
         ids = self._ids
         if ids is None or (not ids and text):
-            ids = tokenizer.encode(text, special=False) if tokenizer is not None else None
+            ids = self._ids = tokenizer.encode(text, special=False) if tokenizer is not None else None
         return text, ids, len(ids) if ids is not None else len(self._trace.times)
 
     def next_leg(self, tokens: int) -> None:
         """Another attempt begins."""
         self.usage.next_leg(tokens)
         self._sources.clear()
+        self._ids_before = None if self._ids is None else list(self._ids)
 
     # The parts of `deliver`
 
@@ -131,19 +133,27 @@ class Delivery:
         if not choices:
             return True
         now = self._mark()
+        told = choices[0].pop("generated_token_ids", None)  # for us alone
         if usage:
             chunk.event = {key: value for key, value in event.items() if key != "usage"}
         preempted = self._preempted(chunk)
         text = chunk.text
         if preempted and not text:
+            self._take_ids(told)
             raise Preempted("The engine preempted the request.")
         counted = self._count(chunk, text, now)
         self._finish(chunk)
         full = not self.sink.write(self._stamped(chunk))
         self._straight = chunk.source if counted and not chunk.edited else None
         if preempted:
+            self._take_ids(told)
             raise Preempted("The engine preempted the request.")
         return not full
+
+    def _take_ids(self, told: Any) -> None:
+        """What an engine of ours says it has generated in this attempt, when it preempts."""
+        if isinstance(told, list) and self._ids_before is not None:
+            self._ids = [*self._ids_before, *told]
 
     def _count(self, chunk: Chunk, text: str, now: float) -> bool:
         """Count the chunk if it is a token's."""

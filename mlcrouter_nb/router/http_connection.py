@@ -138,7 +138,8 @@ class HttpConnection(asyncio.Protocol):
         """An upgrade is an offer, which a server may ignore (RFC 9110, 7.8): read the request as if there were none."""
         method = self._parser.get_method()
         if method == b"CONNECT":
-            return self._refuse(405, "This server is no proxy.")
+            self._refuse(405, "This server is no proxy.")
+            return
         version = self._parser.get_http_version().encode()
         headers = [f"{name}: {value}\r\n" for name, value in self._headers.items() if name != "upgrade"]
         self._parser, self._in_head, self._head_size = httptools.HttpRequestParser(self), True, 0

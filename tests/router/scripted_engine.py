@@ -51,6 +51,7 @@ class Plan:
     die_after: int | None = None  # breaks the connection after so many tokens
     silent_after: int | None = None
     preempt_after: int | None = None
+    tells_generated: bool = False  # a preemption says which tokens there were, as our engine does
     error_after: int | None = None  # an error event in mid-stream
     end_after: int | None = None  # ends the HTTP answer properly, without finish_reason and [DONE]
     cut: int = 0  # writes the answer's body in pieces of so many bytes
@@ -204,7 +205,8 @@ class ScriptedEngine:
                 await wire.send({"error": {"message": "scripted", "code": 500}})
                 return await wire.end()
             if i == plan.preempt_after:
-                await wire.text("", "preempt")
+                told = {"generated_token_ids": [length + j for j in range(i)]} if plan.tells_generated else {}
+                await wire.choice({"content": ""} if chat else {"text": ""}, "preempt", **told)
                 return await wire.end()
             if i == plan.end_after:
                 return await wire.end(done=False)

@@ -21,6 +21,18 @@ async def test_the_second_engine_gets_prompt_and_what_was_sent(serve, token_ids)
         assert second["begin"] == 5
 
 
+async def test_an_engine_that_tells_its_tokens_is_believed_and_the_client_does_not_see_them(serve):
+    async with serve("1P3D") as served:
+        for name in ("D1", "D2"):
+            served.engines[name].plan(START, preempt_after=2, tells_generated=True)
+        body = {"prompt": [7, 8, 9], "max_tokens": 6, "stream": True}
+        async with served.http.post("/v1/completions", json=body) as response:
+            assert b"generated" not in await response.read()
+        third = served.engines["D3"].told(START)[0]
+        assert third["prompt"] == [7, 8, 9, 3, 4, 5, 6]
+        assert third["max_tokens"] == 2
+
+
 @pytest.mark.parametrize("k", range(9))
 @pytest.mark.parametrize("policy", ["round-robin", "disagg"])
 async def test_every_token_is_a_seam(serve, policy, k):
