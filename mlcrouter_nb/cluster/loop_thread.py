@@ -58,7 +58,8 @@ class Job(Generic[T]):
     def abandon(self) -> None:
         """The loop has ended before the coroutine could; whoever waits is told."""
         if not self.future.done():
-            self._coroutine.close()
+            with contextlib.suppress(Exception):  # its clean-up may need the loop, which is closed
+                self._coroutine.close()
             self.future.set_exception(asyncio.CancelledError())
 
     def _cancel(self) -> None:
@@ -165,7 +166,8 @@ class LoopThread:
 
     def _main(self) -> None:
         try:
-            self.loop.run_forever()
+            while not self._run():
+                pass
             pending = asyncio.all_tasks(self.loop)
             for task in pending:
                 task.cancel()
@@ -176,6 +178,17 @@ class LoopThread:
             self.loop.close()
             for job in list(self._jobs):
                 job.abandon()
+
+    def _run(self) -> bool:
+        """Run the loop until it is stopped; False where a task has tried to end the process (a policy's, say)."""
+        try:
+            self.loop.run_forever()
+        except (
+            SystemExit,
+            KeyboardInterrupt,
+        ):  # asyncio lets these two through; here they are one task's own affair
+            return False
+        return True
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -75,6 +75,9 @@ class Chunk:
 
     @text.setter
     def text(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"chunk.text is a str, not a value of type {type(text).__name__}.")
+        text.encode()  # raises where it could not be sent: a lone surrogate
         if self._text is None:
             self._text = self.text
         choice = self.choice

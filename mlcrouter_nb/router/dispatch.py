@@ -40,7 +40,7 @@ async def attempt(request: Request, engines: Engines, delivery: Delivery, stall_
         delivery.end()
     except NOT_ITS_FAULT:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise policy.failure(error) from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

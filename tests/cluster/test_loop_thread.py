@@ -55,6 +55,40 @@ def test_call_gives_results_and_errors(thread: LoopThread) -> None:
         thread.call(fail())
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_task_that_wants_to_end_the_process_does_not_end_the_loop(
+    thread: LoopThread, error: BaseException
+) -> None:
+    async def end() -> None:
+        raise error
+
+    async def spawn() -> None:
+        task = asyncio.create_task(end())
+        await asyncio.wait({task})
+        assert task.exception() is error
+
+    thread.call(spawn())
+    assert thread.call(double(4)) == 8
+
+
+def test_what_cannot_clean_up_without_the_loop_leaves_nobody_waiting() -> None:
+    thread = LoopThread("test")
+
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.sleep(30)
+            except BaseException as error:
+                if isinstance(error, GeneratorExit):
+                    raise ValueError("cannot") from None
+
+    job = thread.submit(stubborn())
+    thread.call(double(1))
+    thread.stop()
+    with pytest.raises(asyncio.CancelledError):
+        job.future.result(1.0)
+
+
 def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_cleanup(thread: LoopThread) -> None:
     sleeper = Sleeper()
 

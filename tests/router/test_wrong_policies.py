@@ -31,9 +31,13 @@ HEAD = "async def route(request, engines):\n    decode = engines.decode.least_lo
          "did nothing for 0.3 s", 5),
         ("    await decode.prep_recv(request)\n    await decode.prep_recv(request)\n", "called twice on D1", 4),
         ("    stream = decode.complete(request)\n    yield stream\n    yield stream\n", "already read", None),
+        ("    async for chunk in decode.complete(request):\n        chunk.text = 5\n        yield chunk\n", "is a str", 4),
+        ("    async for chunk in decode.complete(request):\n        chunk.text = chr(0xD800)\n        yield chunk\n",
+         "UnicodeEncodeError", 4),
         ("    async with asyncio.timeout(0.01):\n        await asyncio.sleep(1)\n", "TimeoutError", 3),
         ("    raise asyncio.CancelledError\n", "CancelledError", 3),
         ("    raise SystemExit(3)\n", "SystemExit: 3", 3),
+        ("    raise KeyboardInterrupt\n", "KeyboardInterrupt", 3),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [True, False])
