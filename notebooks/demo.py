@@ -55,7 +55,11 @@ def main(path: Path) -> int:
     """Run the notebook at `path`; 0 if every cell ran, 1 if one failed."""
     notebook = nbformat.read(path, as_version=4)
     client = PrintingClient(
-        notebook, timeout=280, resources={"metadata": {"path": str(path.parent)}}, on_cell_start=on_cell
+        notebook,
+        timeout=280,
+        resources={"metadata": {"path": str(path.parent)}},
+        on_cell_start=on_cell,
+        extra_arguments=["--log-level=ERROR"],  # ipykernel warns of its own TCP ports
     )
     started = time.monotonic()
     try:
