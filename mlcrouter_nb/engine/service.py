@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.chat import ChatTemplate
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizer import LONG_TEXT, Tokenizer
 from ..protocol.errors import RequestError
 from ..protocol.openai import ChatCompletionRequest, CompletionRequest
 from .jobs import Event, Failed, Generation, Job, Tokens
 from .sampler import SamplingParams
 from .text import TextStream
 from .worker import EngineWorker
-
-_LONG_TEXT = 20_000  # characters, from which tokenizing would hold up the event loop
 
 
 @dataclass
@@ -51,17 +49,20 @@ class Service:
         if isinstance(body, ChatCompletionRequest):
             if self.chat is None:
                 raise RequestError(f"The model {self.model!r} has no chat template; use /v1/completions.")
-            return self._checked(await self._encode(self.chat.render(body.messages)), "messages")
+            text = self.chat.render(body.messages)
+            return self._checked(await self._encode(text, "messages"), "messages")
         prompt: Any = body.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
             if len(prompt) > 1:
                 raise RequestError("This engine takes one prompt per request.", param="prompt")
             prompt = prompt[0]
-        ids = await self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = await self._encode(prompt, "prompt") if isinstance(prompt, str) else list(prompt)
         return self._checked(ids, "prompt")
 
-    async def _encode(self, text: str) -> list[int]:
-        if len(text) > _LONG_TEXT:
+    async def _encode(self, text: str, param: str) -> list[int]:
+        if len(text) >= LONG_TEXT:
+            if (fewest := self.tokenizer.fewest_tokens(text)) >= self.context_length:
+                raise self._too_long(f"more than {fewest}", param)
             return await asyncio.to_thread(self.tokenizer.encode, text)
         return self.tokenizer.encode(text)
 
@@ -69,15 +70,18 @@ class Service:
         if not ids:
             raise RequestError(f"'{param}' is empty; give at least one token.", param=param)
         if len(ids) >= self.context_length:
-            raise RequestError(
-                f"The prompt has {len(ids)} tokens, and this engine's context is {self.context_length} tokens, "
-                "of which the answer needs at least one; shorten the prompt.",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise self._too_long(str(len(ids)), param)
         if max(ids) >= self.vocab_size or min(ids) < 0:
             raise RequestError(f"'{param}' holds a token id outside 0 to {self.vocab_size - 1}.", param=param)
         return ids
+
+    def _too_long(self, tokens: str, param: str) -> RequestError:
+        return RequestError(
+            f"The prompt has {tokens} tokens, and this engine's context is {self.context_length} tokens, "
+            "of which the answer needs at least one; shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     def generation(
         self,

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from ..protocol.errors import ArgumentError
 from .gguf import END_OF_TURN, eos_ids, read_metadata
 
+LONG_TEXT = 20_000  # characters, from which encoding would hold up an event loop
 _CONTROL, _USER_DEFINED = 3, 4
 
 # How the text is cut before byte pair encoding, by `tokenizer.ggml.pre`.
@@ -77,10 +78,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of `text`; with `special` the texts of special tokens (`<|im_end|>`) become these tokens."""
-        ids = (self._source if special else self._plain).encode(text, add_special_tokens=False).ids
+        source = self._source if special else self._plain
+        if len(text) < LONG_TEXT:
+            ids = source.encode(text, add_special_tokens=False).ids
+        else:  # in a batch: it lets other threads run meanwhile
+            ids = source.encode_batch([text], add_special_tokens=False)[0].ids
         if special and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, told without encoding it; 0 where nothing is known."""
+        return len(text) // self._longest if self._longest else 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -99,6 +108,14 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._source.to_str())
         plain.encode_special_tokens = True
         return plain
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes, and so characters at most, of the longest token; 0 where a normalizer may shorten the text."""
+        if self._token_bytes is None or self._source.normalizer is not None:
+            return 0
+        added = [len(token.content) for token in self._source.get_added_tokens_decoder().values()]
+        return max([*map(len, self._token_bytes), *added])
 
     @cached_property
     def _token_bytes(self) -> list[bytes] | None:

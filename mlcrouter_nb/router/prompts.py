@@ -6,6 +6,8 @@ from typing import Any, Protocol
 from ..protocol.errors import RequestError
 from ..protocol.openai import ChatMessage
 
+LONG_TEXT = 20_000  # characters, from which encoding would hold up the router's loop
+
 
 class Encoder(Protocol):
     """What the router needs of a tokenizer: `models.tokenizer.Tokenizer` has it."""
@@ -50,17 +52,31 @@ class Prompts:
     def ids(self, body: dict[str, Any]) -> list[int]:
         """The prompt's token ids; raises `RequestError` where it is empty, longer than the context, or several."""
         prompt = self._source(body)
+        if isinstance(prompt, str) and len(prompt) >= LONG_TEXT:
+            fewest = getattr(self._needed_tokenizer(), "fewest_tokens", lambda _: 0)(prompt)
+            self._check_length(fewest, "more than ", body)
         ids = self._needed_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise RequestError("The prompt is empty; send at least one token.", param="prompt")
-        if self.context_length is not None and len(ids) >= self.context_length:
+        self._check_length(len(ids), "", body)
+        return ids
+
+    def is_long(self, body: dict[str, Any]) -> bool:
+        """Whether counting the prompt's tokens takes so long that it is done in a thread."""
+        if self._make_tokenizer is None:
+            return False
+        prompt = body.get("messages", body.get("prompt"))
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        return sum(len(str(text)) for text in texts if not isinstance(text, int)) >= LONG_TEXT
+
+    def _check_length(self, tokens: int, about: str, body: dict[str, Any]) -> None:
+        if self.context_length is not None and tokens >= self.context_length:
             raise RequestError(
-                f"The prompt has {len(ids)} tokens; the model's context is {self.context_length} tokens, "
+                f"The prompt has {about}{tokens} tokens; the model's context is {self.context_length} tokens, "
                 "of which at least one is left for the answer.",
                 param="messages" if "messages" in body else "prompt",
                 code="context_length_exceeded",
             )
-        return ids
 
     def _source(self, body: dict[str, Any]) -> str | list[int]:
         if "messages" in body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,7 @@ class Request:
         self.left = False
         self._prompts = prompts
         self._ids: list[int] | None = None
+        self._problem: RequestError | None = None  # that the prompt has, for whoever looks at it
         self._sent_text = ""  # by earlier attempts
         self._sent_ids: list[int] | None = None
         self._sent_tokens = 0
@@ -51,6 +53,8 @@ class Request:
         """The prompt's token ids; a chat is rendered with the model's template. Computed when first looked at.
 
         After a preemption, what was already sent is part of it."""
+        if self._problem is not None:
+            raise self._problem
         if self._ids is None:
             ids = self._prompts.ids(self.body)
             if self._sent_ids:
@@ -94,6 +98,17 @@ class Request:
         raise AttributeError(f"a request has no '{name}'.", name=name, obj=self)
 
     # What the router does with it
+
+    async def prepare(self) -> None:
+        """Count a long prompt's tokens in a thread, so that no policy holds up everybody's streams by looking at it."""
+        if not self._prompts.is_long(self.body):
+            return
+        try:
+            self._ids = await asyncio.to_thread(self._prompts.ids, self.body)
+        except RequestError as error:
+            self._problem = error
+        else:
+            self.trace.prompt_tokens = len(self._ids)
 
     @property
     def known_length(self) -> int:

@@ -136,6 +136,7 @@ class Router:
         Raises `RequestError`, `EngineError` or `PolicyError`; whatever happens, nothing stays held."""
         state, problem = "cancelled", ""
         try:
+            await request.prepare()
             delivery = Delivery(request, sink, self.telemetry)
             await Attempts(request, self._engines, delivery, self._prompts, self.limits).run()
             delivery.total_usage()

@@ -35,6 +35,9 @@ class LetterTokenizer:
     def encode(self, text: str) -> list[int]:
         return [min(ord(letter) - 0x20, VOCAB - 2) if letter >= " " else 0 for letter in text]
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text)
+
     def stream_decoder(self) -> LetterDecoder:
         return LetterDecoder()
 

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -219,3 +220,23 @@ async def test_a_failed_send_is_an_error_and_not_an_empty_answer(
     status, content = await prefill.post("/microserving/remote_send", prompt=prompt_of(20), **send)
     assert status == 500 and "the peer is gone" in content["error"]["message"]
     assert await rests(prefill)
+
+
+async def test_a_preemption_tells_the_tokens_that_were_given(start_engine: StartEngine) -> None:
+    decode = await start_engine(1)
+    scheduler = decode.service.worker.scheduler
+    body = {"prompt": [7], "user": "a", "begin": 0, "stream": True}
+    await prep_recv(decode, prompt=[7], end=0, user="a", max_tokens=190)
+
+    def preempt() -> None:
+        scheduler._preempt(scheduler._running[0])
+
+    async with decode.client.post("/microserving/start_generate", json=body) as answer:
+        await answer.content.readuntil(b"\n\n")
+        await decode.service.worker.call(preempt)
+        rest = await answer.text()
+    last = [json.loads(line[6:]) for line in rest.split("\n\n") if line.startswith("data: {")][-1]
+    [choice] = last["choices"]
+    count = len(choice["generated_token_ids"])
+    assert choice["finish_reason"] == "preempt" and count > 0
+    assert choice["generated_token_ids"] == greedy_answer([7], count)

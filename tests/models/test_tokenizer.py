@@ -1,5 +1,7 @@
 import json
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,29 @@ def test_a_stream_adds_up_and_never_cuts_a_character(tokenizer: Tokenizer) -> No
     assert stream.flush() == ""
     stream.push(tokenizer.encode("🙂")[0])
     assert stream.flush() == "\ufffd", "half a character at the very end"
+
+
+@pytest.mark.engine
+def test_a_long_text_is_encoded_as_a_short_one_while_others_run(tokenizer: Tokenizer) -> None:
+    text = TEXT * (300_000 // len(TEXT))
+    last, longest, ended = time.perf_counter(), 0.0, threading.Event()
+    ids: list[int] = []
+
+    def encode() -> None:
+        ids.extend(tokenizer.encode(text))
+        ended.set()
+
+    began = time.perf_counter()
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not ended.wait(0.002):
+        now = time.perf_counter()
+        last, longest = now, max(longest, now - last)
+    thread.join()
+    assert longest < (time.perf_counter() - began) / 2
+    assert ids == tokenizer._source.encode(text, add_special_tokens=False).ids
+    assert 0 < tokenizer.fewest_tokens(text) <= len(ids)
+    assert tokenizer.fewest_tokens(" " * 1000) <= len(tokenizer.encode(" " * 1000))
 
 
 @pytest.mark.engine

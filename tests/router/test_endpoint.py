@@ -1,11 +1,14 @@
 import asyncio
+import time
 
 import pytest
+from scripted_engine import WordTokenizer
 
 from mlcrouter_nb.engine.scheduler import RECEIVE_DEADLINE_S
 from mlcrouter_nb.protocol.errors import ArgumentError, EngineError, PolicyError, RequestError
 from mlcrouter_nb.router.aborting import ABORT_S
 from mlcrouter_nb.router.endpoint import LONGEST_QUEUE_S, Endpoint
+from mlcrouter_nb.router.prompts import LONG_TEXT
 
 PREP, SEND, START = "/microserving/prep_recv", "/microserving/remote_send", "/microserving/start_generate"
 BODY = {"prompt": "a b c d e f g h i j", "max_tokens": 3}
@@ -207,3 +210,35 @@ async def test_plain_engines_cannot_disaggregate(serve):
         with pytest.raises(EngineError, match=r"does not know prep_recv.*one-engine policy"):
             await served.texts(BODY)
         served.engines["D1"].reserved.clear()
+
+
+class SlowTokenizer(WordTokenizer):
+    """Takes its time, in any thread, and knows a bound without it."""
+
+    def encode(self, text, *, special=True):
+        if len(text) >= LONG_TEXT:
+            time.sleep(0.5)
+        return super().encode(text, special=special)
+
+    def fewest_tokens(self, text):
+        return len(text) // 100
+
+
+async def test_a_long_prompt_does_not_hold_up_the_loop(serve):
+    async with serve("1P1D", tokenizer=SlowTokenizer, context_length=1_000) as served:
+        long = BODY | {"prompt": "a " * (LONG_TEXT // 2)}
+        task = asyncio.ensure_future(served.texts(long))
+        began = time.monotonic()
+        while not task.done():
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - began < 0.3
+            began = time.monotonic()
+        with pytest.raises(RequestError, match=f"has {LONG_TEXT // 2} tokens"):
+            await task
+        served.use("round-robin")
+        await served.texts(long)  # what nobody looks at is not refused here
+        served.use("disagg")
+        began = time.monotonic()
+        with pytest.raises(RequestError, match="has more than 2000 tokens"):
+            await served.texts(BODY | {"prompt": "a " * 100_000})
+        assert time.monotonic() - began < 0.3
