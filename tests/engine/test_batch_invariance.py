@@ -1,5 +1,7 @@
 """Logits are the same bits whatever the batch, the cut, the fork: each against one fresh prefill of the same tokens."""
 
+import ctypes
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,9 +102,14 @@ def test_cuts_of_one_prompt(runner: ModelRunner) -> None:
 
 
 def test_the_end_of_the_longest_context(runner: ModelRunner) -> None:
-    """The last of 8,192 positions, as a decode step and as the end of a chunk. What lies before is whatever the pages
-    hold: the receiver of a transfer does not look at it either."""
+    """The last of 8,192 positions, as a decode step and as the end of a chunk. What lies before is written here: the
+    receiver of a transfer does not look at it either."""
     prompt = tokens(random.Random(8), 100)
+    page = np.random.default_rng(8).normal(scale=0.5, size=2 * 3 * 16 * 64).astype(np.float32)
+    for pages in runner._cache.pages:
+        size = math.prod(int(x) for x in pages.shape)
+        memory = np.ctypeslib.as_array((ctypes.c_float * size).from_address(pages.data_ptr()))
+        memory.reshape(-1, page.size)[:] = page
     context = runner.config.context_length
     assert context == 8192
     runner.add_sequence(1)
