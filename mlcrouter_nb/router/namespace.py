@@ -22,6 +22,7 @@ class Namespace(dict[str, Any]):
 
     def __init__(self, name: str) -> None:
         super().__init__(GIVEN, __name__=f"policy {name}")
+        self.policy = name
         self.current: Mapping[str, Any] = {}
 
     def __missing__(self, name: str) -> Any:
