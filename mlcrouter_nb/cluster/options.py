@@ -185,8 +185,6 @@ def check_port_is_free(host: str, port: int) -> None:
     """Raises `ArgumentError` when something listens there already, or the host is not this machine's."""
     import socket
 
-    if port == 0:
-        return
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -195,6 +193,10 @@ def check_port_is_free(host: str, port: int) -> None:
             probe.listen(1)
     except OSError as error:
         reason = error.strerror or str(error)
+        if port == 0:
+            raise ArgumentError(
+                f"Cannot listen on {host} ({reason}): name an address of this machine."
+            ) from error
         raise ArgumentError(
             f"Port {port} on {host} cannot be used ({reason}): choose another one, or 0 for any free one."
         ) from error

@@ -83,3 +83,9 @@ def test_a_taken_port_is_named() -> None:
 def test_a_foreign_host_is_named() -> None:
     with pytest.raises(ArgumentError, match=r"192\.0\.2\.1"):
         check_port_is_free("192.0.2.1", 8000)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "nohost.invalid"])
+def test_a_host_that_is_not_this_machine_is_found_with_any_port(host: str) -> None:
+    with pytest.raises(ArgumentError, match=f"Cannot listen on {host}"):
+        check_port_is_free(host, 0)
