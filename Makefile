@@ -9,7 +9,7 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 lab: weights  ## JupyterLab on the quickstart notebook
-	$(BIN)/jupyter lab $(NOTEBOOK)
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(NOTEBOOK)
 
 demo: .venv/lab.stamp  ## the quickstart without a browser; prints what its cells print
 	@$(BIN)/python -u notebooks/demo.py $(NOTEBOOK)
