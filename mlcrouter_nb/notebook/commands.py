@@ -72,12 +72,20 @@ def panel(session: Session, args: argparse.Namespace) -> None:
 
 def help_text(session: Session, args: argparse.Namespace) -> None:
     """List the subcommands."""
+    print(OVERVIEW)
+
+
+def overview() -> str:
+    """The magics and the subcommands, a line each."""
     lines = ["%route                the status", "%%route NAME          the cell below is a policy"]
     lines += [f"%route {word:<14} {text}" for word, text in SUBCOMMANDS.items()]
     lines.append("%%ask                 ask the cluster; the answer streams under the cell")
     lines.append("Every one explains itself with --help. %config MlcRouter lists the defaults.")
     lines.append(f"Not there yet: {', '.join(RESERVED)}.")
-    print("\n".join(lines))
+    return "\n".join(lines)
+
+
+OVERVIEW = overview()
 
 
 def _parser(word: str) -> Parser:
@@ -89,7 +97,7 @@ def _commands() -> dict[str, Command]:
     boot = parsers["up"]
     boot.add_argument("model", nargs="?", help="a name or the path of a .gguf file")
     boot.add_argument("--roles", help="xPyD, or a number of engines without roles")
-    boot.add_argument("--engine", help="cpu, mlc or attach")
+    boot.add_argument("--engine", metavar="KIND", help="cpu, mlc or attach")
     boot.add_argument(
         "--endpoint-urls", nargs="+", default=[], metavar="URL", help="engines that run already"
     )

@@ -1,20 +1,50 @@
 """`%route`, `%%route` and `%%ask`."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from .arguments import HelpShown, did_you_mean, join_pairs, split
 from .asking import ASK, ask
-from .commands import COMMANDS
+from .commands import COMMANDS, OVERVIEW
 from .display.status import Status, show
 from .failures import reporting
 from .policy_cells import check_name, is_blank
 from .report import show_active
 from .session import Session
 from .words import RESERVED, SUBCOMMANDS
+
+Magic = TypeVar("Magic", bound=Callable[..., Any])
+
+POLICY_HELP = """\
+%%route NAME
+policy below: `async def route(request, engines)`, or parameters of an existing policy only, or nothing.
+
+    %%route long_to_disagg
+    long_prompt = slider(0, 2048, value=512)
+
+    async def route(request, engines):
+        decode = engines.decode.least_loaded()
+        if len(request.prompt) < long_prompt:
+            return decode.complete(request)
+        prefill = engines.prefill.least_loaded()
+        kv = await decode.prep_recv(request, end=-1)
+        await prefill.remote_send(request, kv)
+        return decode.start_generate(request, begin=kv.end)
+"""
+
+
+def explained_by(*texts: str) -> Callable[[Magic], Magic]:
+    """Add texts to a magic's docstring, which `%route?` and `%%ask?` show."""
+
+    def explain(magic: Magic) -> Magic:
+        magic.__doc__ = "\n\n".join([magic.__doc__ or "", *texts])
+        return magic
+
+    return explain
 
 
 @magics_class
@@ -26,6 +56,7 @@ class RouterMagics(Magics):
         self.session = session
 
     @line_cell_magic
+    @explained_by(OVERVIEW, POLICY_HELP)
     def route(self, line: str, cell: str | None = None) -> Any:
         """`%route` shows the status; `%route help` lists the subcommands; `%%route NAME` makes the cell a policy."""
         with reporting():
@@ -35,12 +66,18 @@ class RouterMagics(Magics):
                 print(help_text)
         return None
 
-    @cell_magic
-    def ask(self, line: str, cell: str) -> None:
+    @line_cell_magic
+    @explained_by(ASK.format_help())
+    def ask(self, line: str, cell: str | None = None) -> None:
         """Ask the cluster and stream the answer under the cell; `%%ask --help` lists the options."""
         with reporting():
             try:
-                ask(self.session, ASK.parse(split(line)), cell)
+                words = split(line)
+                if cell is None and not {"--help", "-h"} & set(words):
+                    raise UsageError(
+                        "write %%ask, and the question below it; %%ask --help lists the options."
+                    )
+                ask(self.session, ASK.parse(words), cell or "")
             except HelpShown as help_text:
                 print(help_text)
 
@@ -81,21 +118,3 @@ class RouterMagics(Magics):
         """The number of the cell that runs; whether `execution_count` is already the next one depends on IPython."""
         history: Any = self.shell.history_manager if self.shell is not None else None
         return len(history.input_hist_raw) - 1 if history is not None else 0
-
-
-POLICY_HELP = """\
-%%route NAME
-policy below: `async def route(request, engines)`, or parameters of an existing policy only, or nothing.
-
-    %%route long_to_disagg
-    long_prompt = slider(0, 2048, value=512)
-
-    async def route(request, engines):
-        decode = engines.decode.least_loaded()
-        if len(request.prompt) < long_prompt:
-            return decode.complete(request)
-        prefill = engines.prefill.least_loaded()
-        kv = await decode.prep_recv(request, end=-1)
-        await prefill.remote_send(request, kv)
-        return decode.start_generate(request, begin=kv.end)
-"""

@@ -6,16 +6,22 @@ from IPython.core.error import UsageError
 
 from .words import RESERVED, SUBCOMMANDS
 
-# A lone `%%route disagg`: IPython refuses a cell magic without a body before the magic sees it.
-_LONE = re.compile(r"\A\s*%%route[ \t]+(?P<name>[^\s#]+)[ \t]*\n?\s*\Z")
+# IPython refuses a cell magic without a body before the magic sees it.
+_LONE = re.compile(r"\A\s*%%(?P<magic>route|ask)[ \t]+(?P<word>[^\s#]+)[ \t]*\n?\s*\Z")
 
 
 def lone_cell_magic(lines: list[str]) -> list[str]:
-    """An input transformer: `%%route NAME` with nothing below becomes `%route use NAME`."""
+    """An input transformer for cells with nothing below the first line.
+
+    `%%route NAME` becomes `%route use NAME`; `%%route --help` and `%%ask --help` get a blank body."""
     match = _LONE.match("".join(lines))
-    if match is None or match["name"].startswith("-"):
+    if match is None:
         return lines
-    return [f"%route use {match['name']}\n"]
+    if match["word"] in ("--help", "-h"):
+        return [f"%%{match['magic']} {match['word']}\n", "\n"]
+    if match["magic"] == "route" and not match["word"].startswith("-"):
+        return [f"%route use {match['word']}\n"]
+    return lines
 
 
 def check_name(name: str) -> str:

@@ -1,7 +1,7 @@
 """The words of `%route`, each with its line of help."""
 
 SUBCOMMANDS = {
-    "up": "boot a cluster: up [MODEL] [--roles 1P2D] [--engine cpu|attach] [--endpoint-urls URL ...]",
+    "up": "boot a cluster: up [MODEL] [--roles 1P2D] [--engine cpu|mlc|attach] [--endpoint-urls URL ...]",
     "panel": "the live panel",
     "use": "make a policy active: use NAME [parameter=value ...]",
     "set": "set parameters of the active policy: set parameter=value ...",

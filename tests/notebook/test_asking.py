@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from IPython.core.interactiveshell import ExecutionResult
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from mlcrouter_nb.cluster import Cluster
 
@@ -56,6 +56,21 @@ def test_options_reach_the_engine_and_one_request_can_have_its_own_policy(
 )
 def test_wrong_options_are_usage_errors(cluster: Cluster, fails: Fails, options: str) -> None:
     assert "UsageError" in fails(f"%%ask {options}\nhello")
+
+
+@pytest.mark.parametrize("source", ["%%ask --help", "%%ask -h\n", "%ask --help", "%%ask --help\nhello"])
+def test_help_needs_no_question(run: Run, capsys: Capture, source: str) -> None:
+    run(source)
+    text = capsys.readouterr().out
+    assert "usage: %%ask" in text and "--max-tokens" in text
+
+
+def test_the_question_mark_shows_the_options(shell: InteractiveShell) -> None:
+    assert "--max-tokens" in shell.inspector.info(shell.find_cell_magic("ask"))["docstring"]
+
+
+def test_the_line_magic_points_to_the_cell_magic(fails: Fails) -> None:
+    assert "write %%ask, and the question below it" in fails("%ask Why is the sky blue")
 
 
 def test_an_empty_question_is_a_usage_error(cluster: Cluster, fails: Fails) -> None:

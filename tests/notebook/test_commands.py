@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from IPython.core.interactiveshell import ExecutionResult
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from mlcrouter_nb.cluster import Cluster, current
 from mlcrouter_nb.notebook.words import RESERVED, SUBCOMMANDS
@@ -43,6 +43,16 @@ def test_a_typo_is_answered_with_the_nearest_word(fails: Fails) -> None:
 def test_every_subcommand_explains_itself(run: Run, capsys: Capture, word: str) -> None:
     run(f"%route {word} --help")
     assert f"usage: %route {word}" in capsys.readouterr().out
+
+
+def test_the_question_mark_shows_subcommands_and_a_policy(shell: InteractiveShell) -> None:
+    text = shell.inspector.info(shell.find_line_magic("route"))["docstring"]
+    assert "%route panel" in text and "async def route(request, engines)" in text
+
+
+def test_help_names_every_engine_kind(run: Run, capsys: Capture) -> None:
+    run("%route help")
+    assert "cpu|mlc|attach" in capsys.readouterr().out
 
 
 def test_help_lists_them_all(run: Run, capsys: Capture) -> None:

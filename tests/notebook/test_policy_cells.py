@@ -94,6 +94,7 @@ def test_cells_work_before_the_cluster_is_up_and_hold_once_it_is(
     run("%route use first")
 
 
-def test_the_help_shows_how_a_policy_looks(run: Run, capsys: Capture) -> None:
-    run("%%route --help\n# nothing")
+@pytest.mark.parametrize("source", ["%%route --help\n# nothing", "%%route --help"])
+def test_the_help_shows_how_a_policy_looks(run: Run, capsys: Capture, source: str) -> None:
+    run(source)
     assert "async def route(request, engines)" in capsys.readouterr().out
