@@ -20,6 +20,7 @@ from .prompts import Encoder, Prompts, Template
 from .request import Request
 from .request_stream import RequestStream
 from .resuming import Attempts, Limits
+from .watchdog import Watchdog
 
 
 class Router:
@@ -49,6 +50,7 @@ class Router:
         self.limits = Limits(resume_limit, backoff_s, stall_s)
         self.draining = False
         self._prompts = Prompts(tokenizer, chat, context_length)
+        self._watchdog = Watchdog(self.telemetry)
         self._endpoints = list(endpoints)
         for endpoint in self._endpoints:
             endpoint.telemetry = self.telemetry
@@ -134,6 +136,7 @@ class Router:
         """Serve a request into `sink`, in the caller's task: cancelling it ends the request.
 
         Raises `RequestError`, `EngineError` or `PolicyError`; whatever happens, nothing stays held."""
+        self._watchdog.start()
         state, problem = "cancelled", ""
         try:
             await request.prepare()
@@ -181,6 +184,7 @@ class Router:
     async def close(self) -> None:
         """Leave all requests and close all connections."""
         self.draining = True
+        self._watchdog.stop()
         for request in list(self._requests):
             request.leave()
         await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints))

@@ -10,7 +10,7 @@ from typing import Any
 from .history import History
 from .totals import Totals
 from .traces import RequestTrace
-from .views import EngineView, PolicyView, Snapshot, StreamView
+from .views import EngineView, PolicyView, Snapshot, StreamView, blocked_sentence
 
 SHOWN = 20  # streams in a snapshot
 TEXT = 400  # characters of each
@@ -31,8 +31,8 @@ class Telemetry:
     """Written on the router's loop, read from any thread.
 
     Kinds: request_started, call_started, call_finished, first_token, request_resumed, request_finished,
-    policy_changed, parameter_changed, engine_state, engine_metrics, cluster_state. Tokens make no event:
-    they update the request's trace in place and call `touch`."""
+    policy_changed, parameter_changed, engine_state, engine_metrics, cluster_state, router_blocked (`place`, `since`),
+    router_answers. Tokens make no event: they update the request's trace in place and call `touch`."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -43,6 +43,7 @@ class Telemetry:
         self._engines: dict[str, EngineView] = {}
         self._policy: PolicyView | None = None
         self._cluster: dict[str, str] = {"state": "stopped", "url": "", "model": "", "kind": ""}
+        self._blocked: tuple[str, float] | None = None  # the policy's line, and since when
         self._history = History()
         self._subscribers: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()
@@ -108,6 +109,7 @@ class Telemetry:
                 failed=self.totals.count("failed"),
                 history=self._history.points(),
                 version=self.version,
+                problem=blocked_sentence(self._blocked[0], now - self._blocked[1]) if self._blocked else "",
                 **self._cluster,
             )
 
@@ -125,6 +127,10 @@ class Telemetry:
             self._cluster |= {key: value for key, value in event.data.items() if key in self._cluster}
         elif event.kind in ("policy_changed", "parameter_changed"):
             self._policy = event.data["policy"]
+        elif event.kind == "router_blocked":
+            self._blocked = event.data["place"], event.data["since"]
+        elif event.kind == "router_answers":
+            self._blocked = None
 
 
 _ENGINE_FIELDS = frozenset(EngineView.__dataclass_fields__) - {"name"}

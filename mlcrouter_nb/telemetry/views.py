@@ -83,7 +83,9 @@ class HistoryPoint:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of it, at one moment; `state` is booting, ready, stopping or stopped, `time` Unix time."""
+    """All of it, at one moment; `state` is booting, ready, stopping or stopped, `time` Unix time.
+
+    `problem` is a sentence while a policy blocks the router, else ""."""
 
     time: float
     state: str = "stopped"
@@ -98,3 +100,10 @@ class Snapshot:
     failed: int = 0
     history: tuple[HistoryPoint, ...] = field(default_factory=tuple)
     version: int = 0
+    problem: str = ""
+
+
+def blocked_sentence(place: str, seconds: float | None) -> str:
+    """What is said of a policy's line that keeps the router from everything else."""
+    how_long = "is blocking the router" if seconds is None else f"has blocked the router for {seconds:.0f} s"
+    return f"{place}, {how_long}: nothing else goes on until it awaits (a loop without await, time.sleep?)."
