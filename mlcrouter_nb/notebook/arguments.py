@@ -38,7 +38,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         hint = did_you_mean(unknown[1], self.options()) if unknown else ""
-        raise UsageError(f"{self.magic}: {message}.{hint} See {self.magic} --help.")
+        if unknown and not unknown[1].startswith("-") and self._takes_texts:
+            hint = " A text of several words needs quotes."
+        raise UsageError(f"{self.magic}: {message.rstrip('.')}.{hint} See {self.magic} --help.")
+
+    @property
+    def _takes_texts(self) -> bool:
+        return any(action.metavar == "TEXT" for action in self._actions)
 
     def format_help(self) -> str:
         return super().format_help().replace(self.prog, self.magic).rstrip()

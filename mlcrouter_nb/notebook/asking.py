@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
+from typing import Any
 
 from IPython.core.error import UsageError
 
@@ -25,7 +26,15 @@ def _parser() -> Parser:
         "--max-tokens", type=int, metavar="N", help="the most tokens of the answer (default: 128)"
     )
     parser.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest, P together")
     parser.add_argument("--seed", type=int, metavar="N", help="the same answer each time")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help=r"end before this text (\n: a line's end); may come again",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system's message of the chat, in quotes")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
         "--chat", dest="chat", action="store_true", default=None, help="as a turn of a chat (default)"
@@ -35,7 +44,9 @@ def _parser() -> Parser:
     )
     parser.add_argument("--policy", metavar="NAME", help="for this request only")
     parser.add_argument(
-        "--no-wait", action="store_true", help="go on at once; the answer streams here all the same"
+        "--no-wait",
+        action="store_true",
+        help="go on at once; the answer streams here all the same (in a terminal: comes as a whole once it is complete)",
     )
     return parser
 
@@ -48,16 +59,9 @@ def ask(session: Session, args: argparse.Namespace, prompt: str) -> None:
     cluster = running(session)
     if not prompt.strip():
         raise UsageError("%%ask needs a question below it.")
-    display = AnswerDisplay()
-    submission = cluster.submit(
-        prompt.rstrip("\n"),
-        on_text=display.add,
-        chat=args.chat,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        policy=session.book.get(args.policy).name if args.policy else None,
-    )
+    options = request_options(session, args, prompt.rstrip("\n"))
+    display = AnswerDisplay(whole=args.no_wait)
+    submission = cluster.submit(on_text=display.add, **options)
     session.remember(submission)
     if args.no_wait:
         # The context knows the cell: what this thread shows lands there, whatever cell runs by then.
@@ -71,8 +75,12 @@ def ask(session: Session, args: argparse.Namespace, prompt: str) -> None:
             display.draw(submission.trace)
     except KeyboardInterrupt:
         submission.cancel()
+        stopped = False
         with contextlib.suppress(KeyboardInterrupt):
-            submission.wait(INTERRUPT_PATIENCE)
+            stopped = submission.wait(INTERRUPT_PATIENCE)
+        if not stopped:
+            display.end("interrupted")
+            raise Interrupted(why_no_answer(cluster)) from None
         display.end(summary(submission, "interrupted"))
         raise Interrupted("the request is stopped; the cluster is up.") from None
     finally:
@@ -81,6 +89,31 @@ def ask(session: Session, args: argparse.Namespace, prompt: str) -> None:
     display.end(summary(submission, "failed" if failed else "finished"))
     if failed is not None:
         raise failed
+
+
+def request_options(session: Session, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
+    """What `Cluster.submit` is given; raises `UsageError` for options that exclude each other."""
+    options = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_p", "seed", "chat")}
+    options["stop"] = [text.replace("\\n", "\n") for text in args.stop] if args.stop else None
+    options["policy"] = session.book.get(args.policy).name if args.policy else None
+    if args.system is None:
+        return {"prompt": prompt, **options}
+    if args.chat is False:
+        raise UsageError("%%ask: --system belongs to a chat; leave out --raw, or write it into the text.")
+    system = {"role": "system", "content": args.system}
+    return {"messages": [system, {"role": "user", "content": prompt}], **options}
+
+
+def why_no_answer(cluster: Cluster) -> str:
+    """What is known where a request does not end although it was cancelled."""
+    try:
+        blocked = cluster.loop_thread.blocked
+    except MlcRouterError:
+        return "the cluster has been stopped meanwhile."
+    return blocked or (
+        "the router has not confirmed yet that the request is stopped; %route shows how it is, "
+        "%route down stops the cluster."
+    )
 
 
 def running(session: Session) -> Cluster:

@@ -25,6 +25,7 @@ class Engine:
         self.running = 0
         self.aborted = 0
         self.log: list[str] = []
+        self.last: dict[str, object] = {}  # the body of the last generation
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -38,7 +39,9 @@ class Engine:
         return app
 
     async def state(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": self.running, "aborted": self.aborted, "log": self.log})
+        return web.json_response(
+            {"running": self.running, "aborted": self.aborted, "log": self.log, "last": self.last}
+        )
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "paced", "object": "model"}]})
@@ -53,7 +56,7 @@ class Engine:
         return web.json_response({})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = self.last = await request.json()
         self.log.append(request.path.rpartition("/")[2])
         chat = "messages" in body
         count = body.get("max_tokens") or 32

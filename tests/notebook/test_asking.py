@@ -1,5 +1,6 @@
 """`%%ask` in a terminal."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,38 @@ def test_options_reach_the_engine_and_one_request_can_have_its_own_policy(
     assert cluster.status().policy.name == "round-robin"  # type: ignore[union-attr]
 
 
+def test_sampling_stops_and_the_system_message_are_sent(
+    cluster: Cluster, run: Run, urls: list[str], engine_state: Callable[[str], dict[str, Any]]
+) -> None:
+    run("%%route first\nasync def route(request, engines):\n    return engines.all[0].complete(request)\n")
+    run(r"%%ask --top-p 0.5 --stop END --stop '\n\n' --system 'You are a pirate.' --max-tokens 2" + "\nhello")
+    sent = engine_state(urls[0])["last"]
+    assert sent["top_p"] == 0.5 and sent["stop"] == ["END", "\n\n"]
+    assert sent["messages"] == [
+        {"role": "system", "content": "You are a pirate."},
+        {"role": "user", "content": "hello"},
+    ]
+
+
+def test_a_raw_text_has_no_system_message(cluster: Cluster, fails: Fails) -> None:
+    assert "--system belongs to a chat" in fails("%%ask --raw --system x\nhello")
+
+
+def test_texts_of_several_words_need_quotes(cluster: Cluster, fails: Fails) -> None:
+    text = fails("%%ask --system You are a pirate.\nhello")
+    assert "quotes" in text and ".." not in text
+
+
+def test_an_interrupt_that_nobody_confirms_does_not_say_that_the_request_is_stopped(
+    cluster: Cluster, fails: Fails, run: Run
+) -> None:
+    run("%%route spin\nimport time\nasync def route(request, engines):\n    time.sleep(2)\n")
+    threading.Timer(0.7, signal.raise_signal, [signal.SIGINT]).start()
+    text = fails("%%ask --max-tokens 2\nhello")
+    assert "policy 'spin', line 3" in text
+    assert "is stopped" not in text and "no engine" not in text
+
+
 @pytest.mark.parametrize(
     "options", ["--max-tokens 0", "--max-tokens -3", "--temperature 9", "--policy nope", "--sed 3"]
 )
@@ -81,8 +114,11 @@ def test_no_wait_returns_at_once_and_the_answer_comes(cluster: Cluster, run: Run
     began = time.monotonic()
     run("%%ask --no-wait --max-tokens 30\nhello")
     assert time.monotonic() - began < 0.2
+    time.sleep(0.15)
+    assert capsys.readouterr().out == "", "what comes in pieces would mix with the next prompt"
     wait_for_threads()
-    assert "30 out" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("\nThe tide") and "30 out" in text
 
 
 def test_a_failing_policy_fails_its_request_with_the_users_line(

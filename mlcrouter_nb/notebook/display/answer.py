@@ -15,10 +15,13 @@ LONG = 8_000  # characters
 
 
 class AnswerDisplay:
-    """`add` is called with pieces of text, `draw` from the thread that shows them."""
+    """`add` is called with pieces of text, `draw` from the thread that shows them.
 
-    def __init__(self) -> None:
+    With `whole` a terminal gets the answer once it is complete, since something else is typed there meanwhile."""
+
+    def __init__(self, *, whole: bool = False) -> None:
         self.text = ""
+        self._whole = whole
         self._place = Place() if in_notebook() else None
         self._shown = 0
         self._next = 0.0
@@ -33,7 +36,8 @@ class AnswerDisplay:
         if now < self._next:
             return
         if self._place is None:
-            self._print()
+            if not self._whole:
+                self._print()
             self._next = now + FAST
             return
         text = self.text
@@ -44,6 +48,8 @@ class AnswerDisplay:
     def end(self, summary: str, error: str = "") -> None:
         """Show all of it and the line below: always the last state."""
         if self._place is None:
+            if self._whole:
+                print()  # the prompt that waits has a line of its own
             self._print()
             print(("\n" if self.text and not self.text.endswith("\n") else "") + f"[{summary}]", flush=True)
             if error:
