@@ -82,4 +82,10 @@ async def in_thread(function: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, name="mlcrouter-worker", daemon=True).start()
-    return await future
+    try:
+        # Waking now and then lets the kernel cancel this await: it acts only when the loop turns.
+        while not future.done():
+            await asyncio.wait({future}, timeout=TICK)
+    finally:
+        future.cancel()  # nobody will look at it
+    return future.result()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from types import TracebackType
@@ -14,14 +15,15 @@ from ..router.router import Router
 from ..telemetry import Snapshot, Telemetry
 from . import current
 from .ask import Answer, Submission, chunks_of, make_body
-from .bridge import iterate
+from .bridge import in_thread, iterate
 from .launchers.base import Engine
-from .loop_thread import LoopThread
+from .loop_thread import LoopThread, NoAnswer
 from .options import DEFAULT_MODEL, check_policy, make_options
 from .parameters import LiveParameters
 from .service import Service
 
 STOP_PATIENCE = 15.0  # how long whoever interrupts a boot waits for the engines to be gone
+TURN_PATIENCE = 1.5  # a loop that does not turn for so long is blocked, and cannot stop its engines itself
 STREAM_GRACE = 2.0  # what running requests get when their cluster is stopped
 
 
@@ -123,15 +125,27 @@ class Cluster:
         self._running()
 
     async def down(self, grace: float = STREAM_GRACE) -> None:
-        """Stop: no new requests, `grace` seconds for those in flight, then engines and endpoint end. Idempotent."""
-        if self._thread is not None and self._thread.alive:
-            await self._thread.run(self._service.stop(grace), patience=STOP_PATIENCE)
-        self._forget()
+        """Stop: no new requests, `grace` seconds for those in flight, then engines and endpoint end. Idempotent.
+
+        Where a policy blocks the router's loop, the engines are ended without it."""
+        thread = self._thread
+        if thread is not None and thread.inside:
+            await self._service.stop(grace)
+            self._forget()
+        else:
+            await in_thread(functools.partial(self.down_blocking, grace))
 
     def down_blocking(self, grace: float = STREAM_GRACE) -> None:
         """`down` for a thread that may block."""
-        if self._thread is not None and self._thread.alive:
-            self._thread.call(self._service.stop(grace), timeout=grace + STOP_PATIENCE)
+        thread = self._thread
+        if thread is not None and thread.alive:
+            try:
+                if not thread.turns(TURN_PATIENCE):
+                    raise NoAnswer
+                thread.call(self._service.stop(grace), timeout=grace + STOP_PATIENCE)
+            except NoAnswer:
+                self._service.kill()
+                thread.end_with(thread.submit(self._service.stop(0.0)), timeout=1.0)
         self._forget()
 
     async def __aenter__(self) -> Self:
@@ -319,7 +333,7 @@ class Cluster:
         if thread.inside:
             change(router)
         else:
-            thread.call(on_loop(), timeout=10.0)
+            thread.call(on_loop(), timeout=5.0)
 
 
 _NOT_YET = (

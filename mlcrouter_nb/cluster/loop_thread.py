@@ -2,18 +2,28 @@
 
 import asyncio
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, TypeVar
 
 from ..protocol.errors import MlcRouterError
+from ..router.watchdog import blocked
 
 T = TypeVar("T")
 
 # How often a waiter wakes: an interrupt of a cell acts at the waiter's next wake-up.
 TICK = 0.1
+
+
+class NoAnswer(MlcRouterError, TimeoutError):
+    """The router's loop has not done in time what it was asked for; says which line of a policy blocks it, if any."""
+
+
+class ClusterStopped(SystemExit):
+    """Raised in a policy that keeps the loop from stopping; a SystemExit, so that `except Exception` lets it through."""
 
 
 class Job(Generic[T]):
@@ -55,11 +65,16 @@ class Job(Generic[T]):
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._ended)
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """The loop has ended before the coroutine could; whoever waits is told."""
         if not self.future.done():
             with contextlib.suppress(Exception):  # its clean-up may need the loop, which is closed
                 self._coroutine.close()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Nobody knows when the loop turns again; whoever waits is told."""
+        with contextlib.suppress(InvalidStateError):
             self.future.set_exception(asyncio.CancelledError())
 
     def _cancel(self) -> None:
@@ -67,7 +82,10 @@ class Job(Generic[T]):
             self._task.cancel()
 
     def _ended(self, task: asyncio.Task[T]) -> None:
-        if task.cancelled():
+        if self.future.done():  # abandoned
+            if not task.cancelled():
+                task.exception()
+        elif task.cancelled():
             self.future.set_exception(asyncio.CancelledError())
         elif error := task.exception():
             self.future.set_exception(error)
@@ -81,6 +99,7 @@ class LoopThread:
     def __init__(self, name: str = "mlcrouter") -> None:
         self.loop = new_event_loop()
         self._jobs: set[Job[Any]] = set()  # a loop keeps no strong reference to its tasks
+        self._abandoned = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -92,11 +111,27 @@ class LoopThread:
     @property
     def alive(self) -> bool:
         """Whether coroutines can still be submitted."""
-        return self._thread.is_alive() and not self.loop.is_closed()
+        return self._thread.is_alive() and not self.loop.is_closed() and not self._abandoned
+
+    @property
+    def blocked(self) -> str | None:
+        """The sentence on the line of a policy that the thread executes at this moment; None while it is in none."""
+        return blocked(self._thread.ident or 0)
+
+    def turns(self, timeout: float) -> bool:
+        """Whether the loop turns within `timeout` seconds; blocks the caller."""
+        turned = threading.Event()
+        try:
+            self.loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # it is closed
+            return False
+        return turned.wait(timeout)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
         """Start a coroutine, from any thread; does not wait."""
         try:
+            if self._abandoned:
+                raise RuntimeError("abandoned")
             job = Job(self.loop, coroutine)
             self._jobs.add(job)
             job.future.add_done_callback(lambda _: self._jobs.discard(job))
@@ -118,7 +153,7 @@ class LoopThread:
         """Run a coroutine and block until it has ended.
 
         A KeyboardInterrupt cancels the coroutine, waits `patience` seconds for its clean-up, and goes on up; so does
-        `TimeoutError` after `timeout` seconds. `on_tick` is called in the waiting thread, ten times a second."""
+        `NoAnswer` after `timeout` seconds. `on_tick` is called in the waiting thread, ten times a second."""
         if self.inside:
             coroutine.close()
             raise MlcRouterError(
@@ -131,10 +166,11 @@ class LoopThread:
                 if on_tick is not None:
                     on_tick()
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"The router did not answer within {timeout:g} s.")
+                    raise NoAnswer(self.blocked or f"The router did not answer within {timeout:g} s.")
         except BaseException:
             job.cancel()
-            job.wait(patience)
+            if self.blocked is None:
+                job.wait(patience)
             raise
         return job.future.result()
 
@@ -157,8 +193,27 @@ class LoopThread:
             raise
         return waiter.result()
 
+    def end_with(self, last: Job[Any], timeout: float) -> None:
+        """End a loop that does not turn: break out of the policy that blocks it, and stop once `last` has ended.
+
+        Breaking out works in Python code; a thread that stays in C code for longer than `timeout` is left to itself:
+        whoever waits for other jobs is told, and it stops by itself if it ever comes back."""
+        deadline = time.monotonic() + timeout
+        while not last.wait(TICK) and time.monotonic() < deadline:
+            if self.blocked is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(ClusterStopped)
+                )
+        if not last.future.done():
+            self._abandoned = True
+            last.future.add_done_callback(lambda _: self.loop.call_soon_threadsafe(self.loop.stop))
+            for job in self._jobs - {last}:
+                job.abandon()
+
     def stop(self, timeout: float = 5.0) -> None:
-        """Cancel what still runs, close the loop and join the thread (unless called on it)."""
+        """Cancel what still runs, close the loop and join the thread (unless called on it, or abandoned)."""
+        if self._abandoned:
+            return
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
         if not self.inside:
@@ -177,7 +232,7 @@ class LoopThread:
         finally:
             self.loop.close()
             for job in list(self._jobs):
-                job.abandon()
+                job.close()
 
     def _run(self) -> bool:
         """Run the loop until it is stopped; False where a task has tried to end the process (a policy's, say)."""

@@ -12,7 +12,7 @@ from ..router.gateway import Gateway
 from ..router.policy import Policy, PolicyBook
 from ..router.router import Router
 from ..telemetry import Telemetry
-from .boot import TERM_GRACE, boot, death_of, stop_all
+from .boot import TERM_GRACE, boot, death_of, kill_all, stop_all
 from .launchers.base import Engine, Launcher
 from .model import Model, find_model, make_launcher
 from .options import Options, check_port_is_free
@@ -33,11 +33,12 @@ class Service:
         self._watcher: asyncio.Task[None] | None = None
         self._booting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._killed = False
 
     @property
     def stopping(self) -> bool:
         """Whether it is stopping or has stopped."""
-        return self._stopping is not None
+        return self._stopping is not None or self._killed
 
     async def start(self, policy: str | Policy, parameters: Mapping[str, Any]) -> None:
         """Boot the engines and open the endpoint; raises `ArgumentError`, `BootError`."""
@@ -82,6 +83,14 @@ class Service:
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(grace))
         await asyncio.shield(self._stopping)
+
+    def kill(self) -> None:
+        """`stop` from another thread, for when the loop does not turn: ends the engines, and says so."""
+        self._killed = True
+        self.url = ""
+        if self.launcher is not None:
+            kill_all(self.launcher, self.engines, self.telemetry, TERM_GRACE)
+        self.telemetry.emit("cluster_state", state="stopped", url="")
 
     def _check_ports(self) -> None:
         """A taken port is found before anything boots."""

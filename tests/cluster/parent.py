@@ -1,4 +1,4 @@
-"""A program that runs a cluster until it is killed: `python parent.py stand-in|real`; says pids, ports and URL as JSON."""
+"""A program that runs a cluster until it is killed: `python parent.py stand-in|real [returns|spins]`; says pids, ports and URL as JSON."""
 
 import json
 import signal
@@ -34,6 +34,22 @@ def use_stand_ins(mode: str = "deaf") -> None:
     service.make_launcher = make_launcher
 
 
+SPIN = """\
+async def route(request, engines):
+    while True:
+        pass
+    return engines.all[0].complete(request)
+"""
+
+
+def spin(cluster: Cluster) -> None:
+    """Let a policy block the router's loop."""
+    cluster.use(cluster.book.compile("spin", SPIN, "test", "spin.py"))
+    cluster.submit("Who?")
+    while cluster.loop_thread.blocked is None:
+        time.sleep(0.01)
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.argv[1] == "stand-in":
@@ -44,6 +60,9 @@ def main() -> None:
     uid = list(cluster.service.launcher.world.uid)
     print(json.dumps({"engines": engines, "url": cluster.url, "uid": uid}), flush=True)
     if sys.argv[2:] == ["returns"]:
+        return
+    if sys.argv[2:] == ["spins"]:
+        spin(cluster)
         return
     time.sleep(600)
 

@@ -102,3 +102,11 @@ def test_a_killed_engine_leaves_no_segment() -> None:
         while any(name.exists() for name in names):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_a_policy_that_spins_keeps_nobody_from_leaving() -> None:
+    with parent("stand-in", "spins") as (process, cluster):
+        begin = time.monotonic()
+        assert process.wait(10) == 0
+        assert time.monotonic() - begin < 6, "a second or so of it until the policy spins"
+        assert nothing_is_left(cluster, 0.5)

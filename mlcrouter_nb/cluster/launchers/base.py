@@ -64,6 +64,12 @@ class Engine(ABC):
     async def stop(self, grace: float) -> None:
         """End the engine: asked politely, then, after `grace` seconds, not."""
 
+    def terminate(self) -> None:  # noqa: B027
+        """Ask the engine to end; needs no loop, does not wait. Nothing for engines that are not ours."""
+
+    def kill(self, deadline: float) -> None:  # noqa: B027
+        """`stop` without a loop: wait until the monotonic time `deadline`, then kill. Blocks."""
+
     def log_tail(self, lines: int = 15) -> str:
         """The last lines of its log; empty where there is none."""
         from .process import tail

@@ -120,6 +120,12 @@ class CpuEngine(Engine):
     async def stop(self, grace: float) -> None:
         await self._child.stop(grace)
 
+    def terminate(self) -> None:
+        self._child.terminate()
+
+    def kill(self, deadline: float) -> None:
+        self._child.kill(deadline)
+
     def _on_line(self, line: bytes) -> None:
         with contextlib.suppress(ValueError):  # not ours: something printed to stdout
             event = json.loads(line)

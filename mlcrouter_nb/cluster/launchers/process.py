@@ -75,6 +75,22 @@ class ChildProcess:
                 self._stdin.close()
         await asyncio.wait({self.exited}, timeout=5.0)
 
+    def terminate(self) -> None:
+        """SIGTERM, from any thread; does not wait."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self, deadline: float) -> None:
+        """Wait until the monotonic time `deadline` for the process to end, then SIGKILL; from any thread."""
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._signal(signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self._stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
