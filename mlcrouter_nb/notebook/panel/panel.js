@@ -24,18 +24,29 @@ export default {
     const resized = new ResizeObserver(() => drawHistory(panel.chart, shown.state, Date.now() / 1000 + shown.skew));
     resized.observe(panel.chart.box);
     const controls = embed(model, panel.controls);
+    const hiding = hideTable(model.get("mark"));
     draw();
     model.send({ do: "shown" });
 
     return async () => {
       clearInterval(timer);
       resized.disconnect();
+      hiding.remove();
       model.off("change:state", draw);
       model.send({ do: "hidden" });
       (await controls)?.remove();
     };
   },
 };
+
+// The table below the view is for pages without live views (nbconvert's, GitHub's); while this view lives it is hidden.
+function hideTable(mark) {
+  const style = make("style");
+  const hide = "{ display: none !important; }";
+  style.textContent = `.mlcr-static-${mark} ${hide}\n.jp-OutputArea-child:has(.mlcr-static-${mark}) ${hide}`;
+  document.head.append(style);
+  return style;
+}
 
 // Building blocks
 

@@ -1,5 +1,6 @@
 """The panel's widget: draws what the telemetry says, boots a cluster, stops it."""
 
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import ipywidgets
 import traitlets
+from IPython.display import display
 
 from ...cluster.functions import find_same
 from ...protocol.errors import MlcRouterError
+from ..display.place import in_notebook
 from ..display.status import Status
 from ..session import Session
 from .comms import hear_on_subshells
@@ -34,6 +37,7 @@ class Panel(anywidget.AnyWidget):
     _esm = HERE / "panel.js"
     _css = HERE / "panel.css"
     state = traitlets.Dict().tag(sync=True)
+    mark = traitlets.Unicode().tag(sync=True)  # in the class of the table that a live view replaces
     controls = traitlets.Instance(ipywidgets.Widget).tag(sync=True, **ipywidgets.widget_serialization)
 
     def __init__(self, session: Session) -> None:
@@ -44,7 +48,7 @@ class Panel(anywidget.AnyWidget):
         self._picture: dict[str, Any] = {}
         self._views = 0
         self._refreshing = threading.Lock()
-        super().__init__(controls=PolicyControls(session, self._show_error))
+        super().__init__(mark=secrets.token_hex(4), controls=PolicyControls(session, self._show_error))
         self.on_msg(self._on_message)
         hear_on_subshells(self)
         self._refresh()
@@ -154,6 +158,18 @@ class Panel(anywidget.AnyWidget):
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
         return {**(data or {}), "text/plain": repr(self), "text/html": self._repr_html_()}, metadata
+
+    def _ipython_display_(self) -> None:
+        """Show the view, and below it the table for pages where no view comes to life; a live view hides it.
+
+        One output with both would not do: nbconvert takes the view of it, which stays empty without its scripts."""
+        if not in_notebook():
+            print(repr(self))
+            return
+        data, metadata = self._repr_mimebundle_()
+        display({**data, "text/plain": "", "text/html": ""}, metadata=metadata, raw=True)
+        table = f'<div class="mlcr-static-{self.mark}">{self._repr_html_()}</div>'
+        display({"text/plain": repr(self), "text/html": table}, raw=True)
 
 
 def open_panel(cluster: "Cluster | None" = None) -> Panel:
