@@ -11,6 +11,7 @@ from ..router.chunks import Chunk
 from ..router.router import Router
 from ..telemetry import RequestTrace
 from .loop_thread import TICK, Job, LoopThread
+from .tracebacks import ShortTraceback
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -75,7 +76,8 @@ class Submission:
         """The answer; raises what failed, `asyncio.CancelledError` after `cancel`, or `TimeoutError`."""
         if not self.wait(timeout):
             raise TimeoutError("The request is still running.")
-        return self._job.future.result()
+        with ShortTraceback():
+            return self._job.future.result()
 
     def __await__(self) -> Generator[Any, None, Answer]:
         return self._thread.join(self._job).__await__()

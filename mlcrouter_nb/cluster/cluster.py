@@ -21,6 +21,7 @@ from .loop_thread import LoopThread, NoAnswer
 from .options import DEFAULT_MODEL, check_policy, make_options
 from .parameters import LiveParameters
 from .service import Service
+from .tracebacks import ShortTraceback
 
 STOP_PATIENCE = 15.0  # how long whoever interrupts a boot waits for the engines to be gone
 TURN_PATIENCE = 1.5  # a loop that does not turn for so long is blocked, and cannot stop its engines itself
@@ -149,7 +150,11 @@ class Cluster:
         self._forget()
 
     async def __aenter__(self) -> Self:
-        return await self.start()
+        """Start it; one that runs already is only taken over: leaving stops it either way."""
+        if self._thread is None or self.stopping:
+            return await self.start()
+        await self.ready()
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -171,7 +176,8 @@ class Cluster:
 
         `chat` renders the model's template around the prompt (default: where it has one); `fields` are OpenAI's
         (`max_tokens`, `temperature`, `seed`, ...). Raises `RequestError` for a field that cannot be."""
-        return await self.submit(prompt, messages=messages, chat=chat, policy=policy, **fields)
+        with ShortTraceback():
+            return await self.submit(prompt, messages=messages, chat=chat, policy=policy, **fields)
 
     def stream(
         self,
@@ -183,8 +189,9 @@ class Cluster:
         **fields: Any,
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks as they come (`chunk.text`, `.finish_reason`, `.usage`); leaving the iteration ends the request."""
-        router, thread = self._running()
-        body = make_body(prompt, messages, self._chat(chat), fields, self._service.model_name)
+        with ShortTraceback():
+            router, thread = self._running()
+            body = make_body(prompt, messages, self._chat(chat), fields, self._service.model_name)
         return iterate(thread, chunks_of(router, body, policy))
 
     def submit(
@@ -198,19 +205,22 @@ class Cluster:
         **fields: Any,
     ) -> Submission:
         """Start a request from any thread and return its handle; `on_text` is called on the router's loop."""
-        router, thread = self._running()
-        body = make_body(prompt, messages, self._chat(chat), fields, self._service.model_name)
+        with ShortTraceback():
+            router, thread = self._running()
+            body = make_body(prompt, messages, self._chat(chat), fields, self._service.model_name)
         return Submission(thread, router, body, policy, on_text)
 
     # Steering
 
     def use(self, policy: str | Policy, **parameters: Any) -> None:
         """Make a policy active, with values for its parameters; the next request sees it."""
-        self._steer(lambda router: router.use(policy, **parameters))
+        with ShortTraceback():
+            self._steer(lambda router: router.use(policy, **parameters))
 
     def set(self, **parameters: Any) -> None:
         """Set parameters of the active policy; the next request sees them."""
-        self._steer(lambda router: router.set(**parameters))
+        with ShortTraceback():
+            self._steer(lambda router: router.set(**parameters))
 
     @property
     def params(self) -> LiveParameters:

@@ -10,9 +10,11 @@ from . import current
 from .ask import Answer
 from .cluster import Cluster
 from .options import DEFAULT_MODEL
+from .starting import Starting
+from .tracebacks import ShortTraceback
 
 
-async def up(
+def up(
     model: str = DEFAULT_MODEL,
     *,
     roles: str | int | None = None,
@@ -21,18 +23,32 @@ async def up(
     policy: str | Policy | None = None,
     port: int = 0,
     **options: Any,
-) -> Cluster:
+) -> Starting:
     """Start a cluster and return it once all engines answer; the arguments are those of `Cluster`.
 
-    With the arguments of the cluster that runs, returns that one. Raises `ArgumentError` when another one runs."""
-    wanted = Cluster(
-        model, roles=roles, engine=engine, endpoint_urls=endpoint_urls, policy=policy, port=port, **options
+    `cluster = await up(...)`, or `async with up(...) as cluster`, which stops it at the end. With the arguments of the
+    cluster that runs, gives that one. Raises `ArgumentError` when another one runs."""
+    return Starting(
+        _up(
+            model,
+            roles=roles,
+            engine=engine,
+            endpoint_urls=endpoint_urls,
+            policy=policy,
+            port=port,
+            **options,
+        )
     )
-    running = find_same(wanted)
-    if running is not None:
-        await running.ready()
-        return running
-    return await wanted.start()
+
+
+async def _up(model: str, **options: Any) -> Cluster:
+    with ShortTraceback():
+        wanted = Cluster(model, **options)
+        running = find_same(wanted)
+        if running is not None:
+            await running.ready()
+            return running
+        return await wanted.start()
 
 
 def find_same(wanted: Cluster) -> Cluster | None:

@@ -155,6 +155,44 @@ async def test_up_again(stand_ins: StandIns) -> None:
         await cluster.start()
 
 
+async def test_async_with_up(stand_ins: StandIns) -> None:
+    stand_ins()  # puts the stand-ins in place
+    arguments = {"engine": "cpu", "roles": "1P1D"}
+    async with up("stand-in", **arguments) as cluster:
+        assert cluster.status().state == "ready"
+    assert cluster.status().state == "stopped"
+    async with await up("stand-in", **arguments) as cluster:
+        assert cluster.status().state == "ready"
+        assert await asyncio.create_task(up("stand-in", **arguments)) is cluster
+    assert current.find() is None
+    with pytest.raises(MlcRouterError, match="started before"):
+        async with cluster:
+            pass
+
+
+async def test_errors_show_the_users_line_only(stand_ins: StandIns) -> None:
+    async with stand_ins(roles="1") as cluster:
+        fails = "async def route(request, engines):\n    return 1 / 0\n"
+        cluster.use(cluster.book.compile("fails", fails, "cell [3]", "fails.py"))
+        for call in (
+            lambda: cluster.use("nosuch"),
+            lambda: cluster.set(nosuch=1),
+            lambda: cluster.submit(),
+            lambda: cluster.stream(),
+            lambda: cluster.submit("Who?").result(5),
+        ):
+            with pytest.raises(MlcRouterError) as caught:
+                call()
+            assert [entry.name for entry in caught.traceback][2:] == []
+        with pytest.raises(MlcRouterError, match="line 2") as caught:
+            await cluster.ask("Who?")
+        assert [entry.name for entry in caught.traceback][1:] == []
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        with pytest.raises(ArgumentError) as caught:
+            await up("stand-in", engine="cpu", roles="1P2D")
+        assert [entry.name for entry in caught.traceback][1:] == []
+
+
 async def test_a_failed_boot_names_the_engine_and_leaves_nothing(stand_ins: StandIns) -> None:
     cluster = stand_ins("exits", roles="1P1D")
     with pytest.raises(BootError, match=r"(?s)Engine (P0|D1).*exit code 3.*vpdpbusd"):
