@@ -9,6 +9,7 @@ from types import CodeType
 
 from ..protocol.errors import PolicyError
 from .attributes import unknown_attributes
+from .awaits import wrong_awaits
 from .failures import policy_error
 from .namespace import GIVEN
 
@@ -38,7 +39,12 @@ def check_source(
     for line, undefined, known in undefined_names(code):
         raise wrong(line, f"name '{undefined}' is not defined.{did_you_mean(undefined, known)}")
     for line, owner, attribute, known in unknown_attributes(tree):
-        raise wrong(line, f"{owner} has no '{attribute}'.{did_you_mean(attribute, known)}")
+        raise wrong(
+            line,
+            f"{owner} has no '{attribute}'.{did_you_mean(attribute, known) or _by_name(owner, attribute)}",
+        )
+    for line, problem in wrong_awaits(tree):
+        raise wrong(line, problem)
     return tree
 
 
@@ -102,6 +108,10 @@ def nested(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from nested(constant)
+
+
+def _by_name(owner: str, attribute: str) -> str:
+    return f' An engine is found by its name: engines["{attribute}"].' if owner == "engines" else ""
 
 
 def did_you_mean(name: str, known: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from .aborting import ABORT_S, Held, abandon
 from .call import Call
 from .connections import Pool
 from .guard import Guard, Lease
-from .kv import KV, check_reserved
+from .kv import KV, check_reserved, whole
 from .stream import Stream
 
 if TYPE_CHECKING:
@@ -58,10 +58,14 @@ class Endpoint:
 
     # The verbs
 
-    async def prep_recv(self, request: Request, *, end: int = -1) -> KV:
+    def prep_recv(self, request: Request, *, end: int = -1) -> Coroutine[Any, Any, KV]:
         """Reserve KV here for the prompt's window [0, end); a negative `end` counts from the prompt's end.
 
         Raises `EngineError` when the engine refuses or does not answer in time."""
+        return request.guard.own(self._prep_recv(request, end))
+
+    async def _prep_recv(self, request: Request, end: int) -> KV:
+        end = whole("prep_recv", "end", end)
         length = len(request.prompt)
         stop = end if end >= 0 else length + end
         if not 0 <= stop < length:
@@ -88,12 +92,17 @@ class Endpoint:
         kv = guard.reserved[self] = KV(self, matched, max(stop, matched), told.kv_append_metadata, lease)
         return kv
 
-    async def remote_send(
+    def remote_send(
         self, request: Request, kv: KV, *, begin: int | None = None, end: int | None = None
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Prefill the window here and write its KV into `kv`'s engine; returns once it has arrived there.
 
         The window is [kv.prefix_matched_length, kv.end) unless told otherwise; an empty one returns at once."""
+        return request.guard.own(self._remote_send(request, kv, begin, end))
+
+    async def _remote_send(self, request: Request, kv: KV, begin: int | None, end: int | None) -> None:
+        begin = None if begin is None else whole("remote_send", "begin", begin)
+        end = None if end is None else whole("remote_send", "end", end)
         length = len(request.prompt)
         first = kv.prefix_matched_length if begin is None else begin if begin >= 0 else length + begin
         stop = kv.end if end is None else end if end >= 0 else length + end
@@ -133,6 +142,7 @@ class Endpoint:
             )
         if kv.started:
             raise MlcRouterError(f"start_generate was called twice on {self.name} for one request.")
+        begin = whole("start_generate", "begin", begin)
         length = len(request.prompt)
         first = max(begin if begin >= 0 else length + begin, kv.prefix_matched_length)
         if first > max(kv.end, kv.prefix_matched_length) or first >= length:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from .call import Call
     from .endpoint import Endpoint
     from .kv import KV
+
+T = TypeVar("T")
 
 
 class Lease:
@@ -44,11 +48,17 @@ class Guard:
         self.released = False
         self.calls: set[Call] = set()
         self.leases: set[Lease] = set()
+        self._verbs: list[Coroutine[Any, Any, Any]] = []
         self.reserved: dict[Endpoint, KV] = {}
         self.reserving: dict[Endpoint, Call | None] = {}  # the prep_recv calls that have begun
         self.sending: dict[
             Endpoint, Call | None
         ] = {}  # the remote_send calls that may be writing into reserved KV
+
+    def own(self, verb: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        """A verb that the policy is to await; one that it never does ends with the attempt, without a warning."""
+        self._verbs.append(verb)
+        return verb
 
     def lease(self, endpoint: Endpoint, tokens: int) -> Lease:
         """Count the attempt on an engine."""
@@ -71,6 +81,9 @@ class Guard:
         if self.released:
             return
         self.released = True
+        for verb in self._verbs:
+            if inspect.getcoroutinestate(verb) == inspect.CORO_CREATED:
+                verb.close()
         for lease in list(self.leases):
             self.give_back(lease)
         senders = [(endpoint, call) for endpoint, call in self.sending.items() if endpoint.can_abort]

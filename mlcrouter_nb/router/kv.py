@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
-from ..protocol.errors import RequestError
+from ..protocol.errors import MlcRouterError, RequestError
 from ..protocol.microserving import PrepRecvResponse, decode_kv_metadata
 from .guard import Lease
 
@@ -28,6 +29,15 @@ class KV:
 
     def __repr__(self) -> str:
         return f"<KV on {self.endpoint.name}: [{self.prefix_matched_length}, {self.end})>"
+
+
+def whole(verb: str, name: str, value: Any) -> int:
+    """A window's border as an int; raises `MlcRouterError` for a float, which `/` gives even where nothing is left over."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        hint = "; write // instead of /" if isinstance(value, float) else ""
+        raise MlcRouterError(f"{verb}: {name}={value!r} must be a whole number{hint}.") from None
 
 
 def check_reserved(answer: dict[str, Any], stop: int, length: int) -> PrepRecvResponse:

@@ -46,6 +46,32 @@ ROUTE = "async def route(request, engines):\n"
             "no 'matched'",
         ),
         (ROUTE + "    return len(request.promt)\n", 2, "Did you mean 'prompt'"),
+        (ROUTE + "    return engines.D1.complete(request)\n", 2, 'its name: engines["D1"]'),
+        (
+            ROUTE + "    d = engines.decode[0]\n    kv = d.prep_recv(request, end=5)\n    return kv.end\n",
+            3,
+            "write `await d.prep_recv(...)`",
+        ),
+        (
+            ROUTE
+            + "    d = engines.all[0]\n    kv = d.prep_recv(request)\n    await d.remote_send(request, kv=kv)\n",
+            3,
+            "await d.prep_recv",
+        ),
+        (
+            ROUTE
+            + "    kv = await engines.all[1].prep_recv(request)\n    engines.all[0].remote_send(request, kv)\n",
+            3,
+            "write `await engines.all[0].remote_send(...)`",
+        ),
+        (ROUTE + "    return engines.all[0].prep_recv(request).end\n", 2, "await"),
+        (ROUTE + "    return await engines.all[0].complete(request)\n", 2, "leave out `await`: complete"),
+        (
+            ROUTE
+            + "    async for c in await engines.all[0].start_generate(request, begin=1):\n        yield c\n",
+            2,
+            "leave out `await`: start_generate",
+        ),
         ("x = slider(1, 0)\n" + ROUTE + "    pass\n", 1, "empty"),
         ("x = slider(0, 4)\n" + ROUTE + "    global x\n    x = 2\n", 3, "'x' is a parameter"),
         ("import nothing_like_it\n" + ROUTE + "    pass\n", 1, "ModuleNotFoundError"),
@@ -68,6 +94,15 @@ def test_what_is_wrong_is_shown_with_its_line(source, line, says):
     "source",
     [
         ROUTE + "    return engines.all.round_robin().complete(request)\n",
+        ROUTE + "    kv = engines.all[0].prep_recv(request)\n    kv = await kv\n    return kv.end\n",
+        ROUTE
+        + "    kv = engines.all[0].prep_recv(request)\n    kv, _ = await asyncio.gather(kv, asyncio.sleep(1))\n"
+        "    return kv.end\n",
+        ROUTE + "    await asyncio.wait_for(engines.all[0].prep_recv(request), timeout=3)\n",
+        ROUTE + "    tasks = [e.prep_recv(request) for e in engines]\n    await asyncio.gather(*tasks)\n",
+        "class Mine:\n    async def complete(self, x): ...\n"
+        + ROUTE
+        + "    return await Mine().complete(request)\n",
         ROUTE + "    async for chunk in engines.decode[0].complete(request):\n        yield chunk\n",
         "async def route(*both):\n    return both\n",
         "async def route(request, engines, extra=None):\n    return extra\n",

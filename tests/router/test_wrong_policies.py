@@ -1,6 +1,8 @@
 """A policy that is wrong fails its own request with the user's line, frees everything, and the next request works."""
 
 import asyncio
+import gc
+import warnings
 
 import pytest
 
@@ -36,6 +38,11 @@ HEAD = "async def route(request, engines):\n    decode = engines.decode.least_lo
          "UnicodeEncodeError", 4),
         ("    async with asyncio.timeout(0.01):\n        await asyncio.sleep(1)\n", "TimeoutError", 3),
         ("    raise asyncio.CancelledError\n", "CancelledError", 3),
+        ("    kv = await decode.prep_recv(request, end=4 / 2)\n", "end=2.0 must be a whole number; write // instead", 3),
+        ("    kv = await decode.prep_recv(request)\n    await engines.prefill[0].remote_send(request, kv, begin=0 / 1)\n",
+         "begin=0.0 must be a whole number; write //", 4),
+        ("    kv = await decode.prep_recv(request)\n    return decode.start_generate(request, begin='2')\n",
+         "begin='2' must be a whole number.", 4),
         ("    raise SystemExit(3)\n", "SystemExit: 3", 3),
         ("    raise KeyboardInterrupt\n", "KeyboardInterrupt", 3),
     ],
@@ -177,3 +184,32 @@ async def test_errors_reach_python_as_they_are(serve):
         assert (caught.value.policy, caught.value.line) == ("mine", 3)
         assert caught.value.source_line == "raise ValueError('my own')"
         assert isinstance(caught.value.__cause__, ValueError)
+
+
+async def test_a_verb_that_is_never_awaited_ends_with_its_request(serve):
+    source = """
+async def route(request, engines):
+    kvs = [decode.prep_recv(request) for decode in engines.decode]
+    return kvs[0].end
+"""
+    async with serve("1P1D") as served:
+        served.use(source)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with pytest.raises(PolicyError, match="no attribute 'end'"):
+                await served.texts(BODY)
+            gc.collect()
+        assert [str(warning.message) for warning in warned] == []
+
+
+async def test_verbs_may_run_as_tasks(serve):
+    source = """
+async def route(request, engines):
+    task = asyncio.create_task(engines.decode[0].prep_recv(request))
+    kv = await task
+    await asyncio.gather(engines.prefill[0].remote_send(request, kv))
+    return engines.decode[0].start_generate(request, begin=kv.end)
+"""
+    async with serve("1P1D") as served:
+        served.use(source)
+        assert await served.texts(BODY) == ["t3 ", "t4 ", "t5 ", ""]
