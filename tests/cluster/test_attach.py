@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from mlcrouter_nb.cluster import Cluster, watcher
+from mlcrouter_nb.cluster import Cluster, current, watcher
 from mlcrouter_nb.cluster.boot import boot, stop_all
+from mlcrouter_nb.cluster.launchers import attach
 from mlcrouter_nb.cluster.launchers.base import Engine, EngineSpec
 from mlcrouter_nb.cluster.launchers.cpu import CpuLauncher
 from mlcrouter_nb.protocol.errors import ArgumentError
@@ -81,9 +82,36 @@ async def test_foreign_servers_are_asked_for_a_sign_of_life_only(
         assert cluster.status().engines[0].kv_pages_total == 100
 
 
-async def test_nobody_there_does_not_keep_the_port_shut() -> None:
-    async with Cluster("my-model", endpoint_urls=["http://127.0.0.1:9"]) as cluster:
-        assert cluster.url
+@pytest.mark.parametrize("kind", ["nobody", "silent", "not HTTP"])
+async def test_an_address_where_no_engine_answers_is_named(
+    running: list[Engine], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "PROBE_S", 0.5)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if kind == "silent":
+            await reader.read()
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = 9 if kind == "nobody" else server.sockets[0].getsockname()[1]
+        cluster = Cluster("my-model", endpoint_urls=[running[0].url, f"http://127.0.0.1:{port}"], roles="2")
+        with pytest.raises(ArgumentError, match=f"http://127.0.0.1:{port}.*start it there first"):
+            await cluster.start()
+        assert current.find() is None
+
+
+async def test_any_answer_is_a_sign_of_life() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with Cluster("my-model", endpoint_urls=[url]) as cluster:
+            assert cluster.url
 
 
 async def test_a_missing_tokenizer_file_is_named() -> None:

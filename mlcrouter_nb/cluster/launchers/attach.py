@@ -2,8 +2,12 @@
 
 from urllib.parse import urlsplit
 
+import aiohttp
+
 from ...protocol.errors import ArgumentError
 from .base import Engine, EngineSpec, Launcher, Report
+
+PROBE_S = 2.0  # in which an engine must answer something
 
 
 class AttachLauncher(Launcher):
@@ -19,8 +23,20 @@ class AttachedEngine(Engine):
     """An engine that somebody else started and stops."""
 
     async def wait_ready(self, report: Report) -> None:
-        """Nothing to wait for: an engine that does not answer yet may do so when the first request comes."""
-        self.url = self.spec.url or ""
+        """Any HTTP answer will do; raises `ArgumentError` where none comes."""
+        url = self.spec.url or ""
+        report("asking for a sign of life", None)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PROBE_S)) as session,
+                session.get(f"{url}/v1/models"),
+            ):
+                self.url = url
+        except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:
+            reason = "no answer" if isinstance(error, TimeoutError) else str(error)
+            raise ArgumentError(
+                f"No engine answers at {url} ({reason}): start it there first, or correct the address."
+            ) from error
 
     async def stop(self, grace: float) -> None:
         """It is not ours to stop."""
