@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             cluster.start_blocking(progress)
         except KeyboardInterrupt:
-            print("Stopped while booting.", file=sys.stderr)
+            _tell("Stopped while booting.")
             return 0
         progress(cluster.status())
         print(cluster.url, flush=True)
@@ -32,11 +32,12 @@ def run(options: argparse.Namespace) -> int:
             code = _watch(cluster)
         except KeyboardInterrupt:
             code = 0
-            print(f"Stopping: running streams get {STREAM_GRACE:g} s.", file=sys.stderr, flush=True)
+            _tell(_stopping(cluster.status().in_flight))
         try:
             cluster.down_blocking(grace=STREAM_GRACE)
         except KeyboardInterrupt:
             _leave()
+        _tell("Stopped.")
     return code
 
 
@@ -110,13 +111,24 @@ def _watch(cluster: Cluster) -> int:
         for engine in engines:
             if engine.state == "failed" and engine.name not in told:
                 told.add(engine.name)
-                print(f"{engine.name} {engine.detail}", file=sys.stderr, flush=True)
+                _tell(f"{engine.name} {engine.detail}")
         if cluster.options.kind != "attach" and all(engine.state == "failed" for engine in engines):
-            print("mlcrouter-nb: all engines have ended.", file=sys.stderr)
+            _tell("mlcrouter-nb: all engines have ended.")
             return 1
+
+
+def _stopping(in_flight: int) -> str:
+    if not in_flight:
+        return "Stopping."
+    running = "1 running request gets" if in_flight == 1 else f"{in_flight} running requests get"
+    return f"Stopping: {running} {STREAM_GRACE:g} s."
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _leave() -> NoReturn:
     """A second signal while stopping: leave at once; engines end with our end of their pipes."""
-    print("Leaving at once.", file=sys.stderr, flush=True)
+    _tell("Leaving at once.")
     os._exit(1)

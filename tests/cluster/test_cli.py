@@ -195,6 +195,7 @@ def test_attach_serves_and_says_its_address_last(engine_url: str) -> None:
         assert process.wait(10) == 0
         assert time.monotonic() - begin < 3, "idle"
         assert process.stdout.read() == b""
+        assert process.stderr.read().endswith(b"Stopping.\nStopped.\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -210,6 +211,7 @@ def test_a_running_stream_ends_before_the_router_does(engine_url: str, number: s
         assert text.count(b'"text"') == 11
         assert text.rstrip().endswith(b"data: [DONE]")
         assert process.wait(10) == 0
+        assert process.stderr.read().endswith(b"Stopping: 1 running request gets 10 s.\nStopped.\n")
 
 
 def test_a_signal_while_booting_stops_everything(stand_in_cpu: Callable[..., list[str]]) -> None:
