@@ -34,6 +34,8 @@ def set_parameters(session: Session, args: argparse.Namespace) -> None:
 def undo(session: Session, args: argparse.Namespace) -> None:
     """Go back one step."""
     session.undo()
+    if session.view() is None:
+        print("No policy is chosen any more.")
     show_active(session)
 
 

@@ -7,6 +7,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
+from ..protocol.errors import MlcRouterError
 from .arguments import HelpShown, did_you_mean, join_pairs, split
 from .asking import ASK, ask
 from .commands import COMMANDS, OVERVIEW
@@ -110,9 +111,19 @@ class RouterMagics(Magics):
         session, origin = self.session, f"cell [{self._cell_number()}]"
         if is_blank(cell):
             session.use(session.book.get(name), {})
-        else:
+            show_active(session)
+            return
+        replaced = session.known(name)
+        try:
             session.use(session.book.compile(name, cell, origin), {}, define=True)
-        show_active(session)
+        except MlcRouterError as error:
+            if session.active is not None:
+                error.add_note(f"'{session.active.name}' stays active.")
+            raise
+        built_in = replaced is not None and replaced.origin == "built-in"
+        show_active(
+            session, f"; replaces the built-in {name}, %route undo brings it back" if built_in else ""
+        )
 
     def _cell_number(self) -> int:
         """The number of the cell that runs; whether `execution_count` is already the next one depends on IPython."""

@@ -8,12 +8,12 @@ from .display.theme import FONT, INK, MONO, MUTED
 from .session import Session
 
 
-def show_active(session: Session) -> None:
-    """One line: the active policy, its parameters, where it was written."""
+def show_active(session: Session, remark: str = "") -> None:
+    """One line: the active policy, its parameters, where it was written, and a remark."""
     view, cluster = session.view(), session.cluster
     if view is None:
         return
-    later = "" if cluster is not None else "; it holds once the cluster is up"
+    later = remark + ("" if cluster is not None else "; it holds once the cluster is up")
     line = policy_line(view)
     show_line(f"Active policy: {line}{later}", "Active policy: ", line, later)
 

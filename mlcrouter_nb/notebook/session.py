@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..cluster import Cluster, Submission, current
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
 DEEPEST_UNDO = 100
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a change began with: the active policy and its values, and the policy whose name another one took."""
+
+    policy: Policy | None
+    values: dict[str, Any]
+    replaced: Policy | None = None
+
+
 class Session:
     """Policies are kept across clusters: one that is chosen before the cluster is up holds once it is."""
 
@@ -24,7 +34,7 @@ class Session:
         self.panel: Panel | None = None
         self._book = PolicyBook()
         self._chosen: Policy | None = None
-        self._past: list[tuple[Policy, dict[str, Any]]] = []
+        self._past: list[Before] = []
         self._running: set[Submission] = set()
         self._lock = threading.Lock()
 
@@ -76,18 +86,17 @@ class Session:
             cluster.use(chosen)
 
     def use(self, policy: Policy, values: dict[str, Any], *, define: bool = False) -> None:
-        """Make a policy active; the old one goes on serving where anything is wrong with the new."""
-        before = self._remembered()
+        """Make a policy active, and with `define` known by its name; where anything is wrong the old one goes on serving."""
+        before = self._remembered(replaced=self.known(policy.name) if define else None)
         cluster = self.cluster
         if cluster is not None and serves(cluster):
             cluster.use(policy, **values)
         else:
             policy.set(**values)
         if define:
-            for book in {id(b): b for b in (self._book, self.book)}.values():
-                book.define(policy)
+            self._define(policy)
         self._chosen = policy
-        self._past.extend(before)
+        self._past.append(before)
 
     def set(self, values: dict[str, Any]) -> None:
         """Set parameters of the active policy; raises `ArgumentError`."""
@@ -101,15 +110,28 @@ class Session:
             cluster.set(**values)
         else:
             active.set(**values)
-        self._past.extend(before)
+        self._past.append(before)
 
     def undo(self) -> None:
         """Go back to what was active before the last `use`, `set` or cell; raises `ArgumentError`."""
         if not self._past:
             raise ArgumentError("there is nothing to undo.")
-        policy, values = self._past[-1]
-        self.use(policy, values, define=True)
-        del self._past[-2:]
+        before = self._past[-1]
+        policy = before.policy or (before.replaced if self.cluster is not None else None)
+        if policy is not None:
+            self.use(policy, before.values if policy is before.policy else {}, define=True)
+            self._past.pop()
+        elif self.cluster is not None:
+            raise ArgumentError("there is nothing to undo: no policy was active before.")
+        else:
+            self._chosen = None
+        if before.replaced is not None:
+            self._define(before.replaced)
+        self._past.pop()
+
+    def known(self, name: str) -> Policy | None:
+        """The policy of that name, if there is one."""
+        return self.book.get(name) if name in self.book.names() else None
 
     def remember(self, submission: Submission) -> None:
         """An answer streams; it is stopped when the extension is unloaded."""
@@ -136,13 +158,15 @@ class Session:
                 cluster.down_blocking()
             print("The cluster is stopped.")
 
-    def _remembered(self) -> list[tuple[Policy, dict[str, Any]]]:
+    def _define(self, policy: Policy) -> None:
+        for book in {id(book): book for book in (self._book, self.book)}.values():
+            book.define(policy)
+
+    def _remembered(self, replaced: Policy | None = None) -> Before:
         """What is active now, for `undo`."""
         active = self.active
-        if active is None:
-            return []
         del self._past[:-DEEPEST_UNDO]
-        return [(active, dict(active.values))]
+        return Before(active, dict(active.values) if active is not None else {}, replaced)
 
 
 def serves(cluster: Cluster) -> bool:

@@ -79,7 +79,9 @@ def test_the_quickstart_in_the_browser(
         page.until("() => document.querySelectorAll('.mlcr-engine').length === 3")
         assert "P0 prefill" in panel.inner_text()
         table = tab.query_selector("[class^=mlcr-static]")
-        assert table is not None and not table.is_visible(), "a live view hides the table for pages without one"
+        assert table is not None and not table.is_visible(), (
+            "a live view hides the table for pages without one"
+        )
 
         # A stream flows, under the cell and in the panel.
         page.start(at("%%ask --max-tokens 48"))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from IPython.core.interactiveshell import ExecutionResult
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from mlcrouter_nb.cluster import Cluster
 
@@ -76,7 +76,53 @@ def test_a_faulty_cell_leaves_the_old_policy_and_shows_the_line(
     assert line in text
     assert any(reason in text for reason in why.split("|"))
     assert active(cluster) == "first"
+    assert text.rstrip().endswith("'first' stays active.")
     assert "mlcrouter_nb/" not in text, "no stack of ours"
+
+
+def test_a_cell_that_takes_a_built_ins_name_says_so_and_undo_gives_it_back(
+    cluster: Cluster, run: Run, capsys: Capture
+) -> None:
+    run("%route use round-robin")
+    run(FIRST.replace("first", "disagg"))
+    assert "replaces the built-in disagg, %route undo brings it back" in capsys.readouterr().out
+    run(FIRST.replace("first", "disagg"))
+    assert "replaces" not in capsys.readouterr().out, "the second time it replaces the user's own"
+    run("%route undo\n%route undo")
+    assert active(cluster) == "round-robin"
+    run("%route use disagg")
+    assert "pd_balance_factor" in capsys.readouterr().out and cluster.book.get("disagg").origin == "built-in"
+
+
+def test_undo_of_the_first_choice_before_a_cluster_leaves_none(run: Run, capsys: Capture) -> None:
+    run(FIRST.replace("first", "disagg"))
+    run("%route undo")
+    assert "No policy is chosen any more." in capsys.readouterr().out
+    run("%route show disagg")
+    assert "(built-in)" in capsys.readouterr().out
+
+
+def test_undo_on_a_cluster_of_a_choice_made_before_it(
+    run: Run, fails: Fails, paced_engines: Callable[..., list[str]]
+) -> None:
+    run(FIRST.replace("first", "disagg"))
+    cluster = run(f"%route up --roles 1P2D --endpoint-urls {' '.join(paced_engines(3))}").result
+    run("%route undo")
+    assert active(cluster) == "disagg" and cluster.status().policy.origin == "built-in"
+    assert "nothing to undo" in fails("%route undo")
+
+
+@pytest.mark.parametrize("colours", ["nocolor", "linux"])
+def test_errors_have_colours_where_the_shell_has(
+    shell: InteractiveShell, fails: Fails, cluster: Cluster, colours: str
+) -> None:
+    before = shell.colors
+    shell.run_line_magic("colors", colours)
+    try:
+        text = fails("%%route faulty\nasync def route(request, engines):\n    return nonsense\n")
+        assert ("\x1b[" in text) is (colours != "nocolor")
+    finally:
+        shell.run_line_magic("colors", before)
 
 
 @pytest.mark.parametrize("name", ["up", "save", "a b", "3x", "../x", ""])
