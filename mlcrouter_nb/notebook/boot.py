@@ -6,9 +6,10 @@ from typing import Any
 
 from ..cluster import Cluster
 from ..cluster.functions import find_same
-from ..protocol.errors import BootError
+from ..protocol.errors import ArgumentError, BootError, MlcRouterError
 from .display.boot import BootDisplay
 from .failures import Interrupted
+from .report import show_line
 from .session import Session
 
 
@@ -63,10 +64,15 @@ def start(cluster: Cluster) -> Cluster:
     try:
         cluster.start_blocking(display.update)
     except KeyboardInterrupt:
-        display.failed("The boot was interrupted; everything that had started is stopped.")
+        display.failed("interrupted")
         raise Interrupted("the boot; everything that had started is stopped.") from None
+    except MlcRouterError as error:
+        display.failed("failed")
+        if not isinstance(error, ArgumentError):
+            error.add_note("Everything that had started is stopped.")
+        raise
     except BaseException:
-        display.failed("The boot failed; everything that had started is stopped.")
+        display.failed("failed")
         raise
     display.done(cluster.status())
     return cluster
@@ -75,13 +81,14 @@ def start(cluster: Cluster) -> Cluster:
 def wait_for(cluster: Cluster) -> None:
     """Show the boot that somebody else began, the panel for instance, until it ends."""
     if cluster.status().state != "booting":
+        show_line(f"{title_of(cluster)}: already running")
         return
     display = BootDisplay(title_of(cluster))
     while cluster.status().state == "booting":
         display.update(cluster.status())
         time.sleep(0.1)
     if cluster.status().state != "ready":
-        display.failed("The boot failed.")
+        display.failed("failed")
         raise BootError(
             "the boot that had begun elsewhere, in the panel for instance, failed or was stopped."
         )

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from ..cluster import Cluster
 from ..protocol.errors import ArgumentError
 from .arguments import Parser, read_pairs
 from .boot import down, up
@@ -14,6 +15,7 @@ from .report import show_active
 from .session import Session
 from .words import RESERVED, SUBCOMMANDS
 
+LINES, LINES_OF_EACH = 50, 10  # of a log
 Command = tuple[Parser, Callable[[Session, argparse.Namespace], Any]]
 
 
@@ -53,14 +55,31 @@ def list_policies(session: Session, args: argparse.Namespace) -> None:
 
 def show_source(session: Session, args: argparse.Namespace) -> None:
     """A policy's source."""
-    show(Source(session.book.get(args.name)))
+    policy = session.book.get(args.name) if args.name else session.active
+    if policy is None:
+        raise ArgumentError("no policy is active yet: write %route show NAME; %route list lists them.")
+    show(Source(policy))
 
 
 def logs(session: Session, args: argparse.Namespace) -> None:
-    """The end of an engine's log."""
-    if session.cluster is None:
+    """The end of an engine's log, or of all of them."""
+    cluster = session.cluster
+    if cluster is None:
         raise ArgumentError("no cluster is running, so there is no log; %route up boots one.")
-    print(session.cluster.logs(args.engine, args.lines))
+    if args.engine:
+        print(log_text(cluster, args.engine, args.lines or LINES))
+        return
+    names = [engine.spec.name for engine in cluster.engines if engine.log_path is not None]
+    if not names:
+        raise ArgumentError("all engines were started elsewhere; their logs are there.")
+    print("\n\n".join(f"{name}:\n{log_text(cluster, name, args.lines or LINES_OF_EACH)}" for name in names))
+
+
+def log_text(cluster: Cluster, engine: str, lines: int) -> str:
+    """The end of an engine's log, or that it is empty."""
+    text = cluster.logs(engine, lines)
+    paths = [each.log_path for each in cluster.engines if each.spec.name == engine]
+    return text if text.strip() else f"The log is empty: {paths[0]}"
 
 
 def panel(session: Session, args: argparse.Namespace) -> None:
@@ -112,12 +131,15 @@ def _commands() -> dict[str, Command]:
     boot.add_argument(
         "--no-prefix-cache", action="store_true", help="engines forget a prompt once it is answered"
     )
-    for word in ("use", "show"):
-        parsers[word].add_argument("name", help="a policy")
-    parsers["use"].add_argument("parameters", nargs="*", metavar="parameter=value")
+    parsers["use"].add_argument("name", help="a policy")
+    parsers["show"].add_argument("name", nargs="?", help="a policy (default: the active one)")
+    # argparse takes a positional without a default for required.
+    parsers["use"].add_argument("parameters", nargs="*", default=[], metavar="parameter=value")
     parsers["set"].add_argument("parameters", nargs="+", metavar="parameter=value")
-    parsers["logs"].add_argument("engine", help="for example D1")
-    parsers["logs"].add_argument("--lines", type=int, default=50, metavar="N")
+    parsers["logs"].add_argument("engine", nargs="?", help="for example D1 (default: all)")
+    parsers["logs"].add_argument(
+        "--lines", type=int, metavar="N", help=f"how many (default: {LINES}, or {LINES_OF_EACH} of each)"
+    )
     run = {
         "up": up, "panel": panel, "use": use, "set": set_parameters, "undo": undo, "list": list_policies,
         "show": show_source, "logs": logs, "down": down, "help": help_text,

@@ -7,8 +7,8 @@ SUBCOMMANDS = {
     "set": "set parameters of the active policy: set parameter=value ...",
     "undo": "go back to the policy and parameters before the last change",
     "list": "the policies that there are",
-    "show": "a policy's source: show NAME",
-    "logs": "the end of an engine's log: logs ENGINE [--lines N]",
+    "show": "a policy's source: show [NAME]",
+    "logs": "the end of the engines' logs: logs [ENGINE] [--lines N]",
     "down": "stop the cluster",
     "help": "this list",
 }

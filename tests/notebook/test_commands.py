@@ -1,12 +1,15 @@
 """`%route` and its subcommands, in a terminal, on paced engines."""
 
 from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from mlcrouter_nb.cluster import Cluster, current
 from mlcrouter_nb.notebook.words import RESERVED, SUBCOMMANDS
+from mlcrouter_nb.protocol.errors import BootError
 
 Run = Callable[[str], ExecutionResult]
 Fails = Callable[[str], str]
@@ -62,11 +65,13 @@ def test_help_lists_them_all(run: Run, capsys: Capture) -> None:
 
 
 def test_up_returns_the_cluster_and_twice_is_once(
-    up: Callable[[str], Cluster], run: Run, fails: Fails
+    up: Callable[[str], Cluster], run: Run, fails: Fails, capsys: Capture
 ) -> None:
     cluster = up("1P2D")
     assert isinstance(cluster, Cluster) and cluster.url.endswith("/v1")
+    capsys.readouterr()
     assert run("%route up").result is cluster
+    assert "already running" in capsys.readouterr().out
     run("c = %route up")
     text = fails("%route up --roles 2")
     assert "UsageError" in text and "%route down" in text
@@ -140,6 +145,48 @@ def test_a_policy_chosen_before_the_cluster_holds_once_it_is_up(
 def test_undo_without_a_past_and_set_without_a_policy_say_so(fails: Fails) -> None:
     assert "nothing to undo" in fails("%route undo")
     assert "%route use" in fails("%route set f=1")
+
+
+def test_only_what_is_required_is_said_to_be(fails: Fails) -> None:
+    text = fails("%route use")
+    assert "required: name." in text and "parameter" not in text
+
+
+def test_show_without_a_name_shows_the_active_policy(
+    up: Callable[[str], Cluster], run: Run, fails: Fails, capsys: Capture
+) -> None:
+    assert "%route show NAME" in fails("%route show")
+    up("1P2D")
+    capsys.readouterr()
+    run("%route show")
+    assert "# disagg" in capsys.readouterr().out
+
+
+def test_logs_without_a_name_are_those_of_all_and_an_empty_one_says_where_it_is(
+    up: Callable[[str], Cluster], run: Run, fails: Fails, capsys: Capture, tmp_path: Path
+) -> None:
+    cluster = up("1P1D")
+    assert "started elsewhere" in fails("%route logs")
+    empty, full = tmp_path / "P0.log", tmp_path / "D1.log"
+    empty.touch()
+    full.write_text("".join(f"line {i}\n" for i in range(100)))
+    for engine, path in zip(cluster.engines, (empty, full), strict=True):
+        engine.log_path = path
+    capsys.readouterr()
+    run("%route logs")
+    text = capsys.readouterr().out
+    assert f"P0:\nThe log is empty: {empty}" in text and "D1:\nline 90\n" in text
+    run("%route logs D1 --lines 2")
+    assert capsys.readouterr().out == "line 98\nline 99\n"
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_an_ended_boot_is_said_once(fails: Fails, monkeypatch: pytest.MonkeyPatch, interrupt: bool) -> None:
+    error = KeyboardInterrupt() if interrupt else BootError("P0 did not start.")
+    monkeypatch.setattr(Cluster, "start_blocking", Mock(side_effect=error))
+    text = fails("%route up")
+    assert text.count("interrupted" if interrupt else "did not start") <= 1
+    assert text.count("that had started is stopped") == 1
 
 
 def test_logs_names_the_engines_that_there_are(up: Callable[[str], Cluster], fails: Fails) -> None:

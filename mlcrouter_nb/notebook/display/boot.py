@@ -39,11 +39,10 @@ class BootDisplay:
                 text, f'<div style="font-family:{FONT};color:{MUTED};font-size:13px">{escape(text)}</div>'
             )
 
-    def failed(self, text: str) -> None:
-        """Nothing is running any more."""
-        if self._place is None:
-            print(text)
-        else:
+    def failed(self, how: str) -> None:
+        """Nothing is running any more; the error that follows says why, and in a terminal that is all."""
+        text = f"Booting {self.title}: {how} after {self.seconds:.1f} s"
+        if self._place is not None:
             self._place.draw(
                 text, f'<div style="font-family:{FONT};color:{INK};font-size:13px">{escape(text)}</div>'
             )
