@@ -2,18 +2,20 @@
 
 import argparse
 
+from ..engine.program import WORLD_HELP
 from ..version import __version__
 
-EPILOG = """\
+EPILOG = f"""\
 exit codes: 0 ended as asked, 1 a fault while running, 2 a wrong argument.
 
 examples:
   mlcrouter-nb router smollm2-135m
   mlcrouter-nb router smollm2-135m --roles 2P2D --pd-balance-factor 0.1
   mlcrouter-nb router smollm2-135m --endpoint-hosts 127.0.0.1,127.0.0.1 --endpoint-ports 9001 9002
-  mlcrouter-nb router my-model --engine attach --endpoint-urls http://127.0.0.1:9001 http://127.0.0.1:9002
+  mlcrouter-nb router my-model --policy round-robin --endpoint-urls http://127.0.0.1:9001 http://127.0.0.1:9002
   mlcrouter-nb serve smollm2-135m --port 9001
-"""
+
+{WORLD_HELP}"""
 
 
 def make_parser() -> argparse.ArgumentParser:

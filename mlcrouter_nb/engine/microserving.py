@@ -212,8 +212,9 @@ class MicroServing:
         """`(own rank, number of PEs)`."""
         if self._service.world is None:
             raise RequestError(
-                "This engine was started alone; KV can be sent between engines that were started together "
-                "(MLC_NVSHMEM_INIT_CONFIG_JSON_STR)."
+                "This engine was started alone, and KV can be sent between engines of one world only: use a policy of "
+                "one engine (round-robin), let the router start the engines, or start them with "
+                "MLC_NVSHMEM_INIT_CONFIG_JSON_STR, as mlcrouter-nb serve --help shows."
             )
         return self._service.world
 

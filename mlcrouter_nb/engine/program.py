@@ -19,6 +19,17 @@ GRACE_S = 10.0  # for streams, after a signal
 _log = logging.getLogger(__name__)
 
 
+WORLD_HELP = """\
+Engines send KV to each other when they are started as one world on one machine: each with the same "uid" (any numbers,
+new ones for each world), "npes" the number of engines, and its own place "pe_start", counted in the order in which the
+router lists them, prefill engines first:
+  MLC_NVSHMEM_INIT_CONFIG_JSON_STR='{"uid": [3, 1, 4], "npes": 2, "pe_start": 0}' mlcrouter-nb serve smollm2-135m --port 9001 &
+  MLC_NVSHMEM_INIT_CONFIG_JSON_STR='{"uid": [3, 1, 4], "npes": 2, "pe_start": 1}' mlcrouter-nb serve smollm2-135m --port 9002 &
+  mlcrouter-nb router smollm2-135m --roles 1P1D --endpoint-urls http://127.0.0.1:9001 http://127.0.0.1:9002
+Engines started without it serve policies that use one engine for a request: --policy round-robin.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The engine's arguments, shared with `mlcrouter-nb serve`."""
     add = parser.add_argument
@@ -83,7 +94,12 @@ def _between(low: int, high: int) -> Callable[[str], int]:
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mlcrouter_nb.engine") -> int:
     """Run until a signal comes. Returns the exit code: 0, 1 a fault while running, 2 a wrong argument."""
-    parser = argparse.ArgumentParser(prog=prog, description="Serve one model on this machine's CPUs.")
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Serve one model on this machine's CPUs.",
+        epilog=WORLD_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_arguments(parser)
     parser.add_argument("--version", action="version", version=__version__)
     return run(parser.parse_args(argv))

@@ -1,12 +1,15 @@
 """The command line: help, exit codes, what goes where, and how signals end it. Engines are attached stand-ins."""
 
 import contextlib
+import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 from mlcrouter_nb import cli
 from mlcrouter_nb.cli.router import make_cluster
 from mlcrouter_nb.cluster.roles import parse_roles
+from mlcrouter_nb.engine.program import WORLD_HELP
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
 COMMAND = [sys.executable, "-m", "mlcrouter_nb.cli"]
@@ -288,3 +292,57 @@ def test_the_router_with_real_engines() -> None:
         progress = process.stderr.read().decode()
         assert "Traceback" not in progress
         assert "D1" in progress
+
+
+@contextlib.contextmanager
+def command_of_the_help(line: str, ports: dict[str, str]) -> Iterator[str]:
+    """Run a command line of `WORLD_HELP`, with other ports; gives the address that it says last."""
+    for port, free in ports.items():
+        line = line.replace(port, free)
+    words = shlex.split(line.removesuffix("&"))
+    environment = dict(word.split("=", 1) for word in words[: words.index("mlcrouter-nb")])
+    command = COMMAND + words[words.index("mlcrouter-nb") + 1 :]
+    command += ["--router-port", "0"] if "router" in words else ["--threads", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **environment}
+    ) as process:
+        try:
+            yield process.stdout.readline().decode().strip()
+            process.terminate()
+            process.wait(10)
+        finally:
+            process.kill()
+
+
+@pytest.mark.engine
+def test_the_example_of_engines_started_by_hand_works() -> None:
+    lines = [line.strip() for line in WORLD_HELP.splitlines() if line.startswith("  ")]
+    assert [re.findall("mlcrouter-nb (router|serve)", line) for line in lines] == [
+        ["serve"],
+        ["serve"],
+        ["router"],
+    ]
+    ports = {"9001": str(free_port()), "9002": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        url = [stack.enter_context(command_of_the_help(line, ports)) for line in lines][-1]
+        body = b'{"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 4}'
+        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert b"Paris" in answer.read()
+
+
+@pytest.mark.engine
+def test_engines_that_cannot_send_kv_say_what_to_do() -> None:
+    lines = [line.strip() for line in WORLD_HELP.splitlines() if line.startswith("  ")]
+    alone = [line[line.index("mlcrouter-nb") :] for line in lines]
+    ports = {"9001": str(free_port()), "9002": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        url = [stack.enter_context(command_of_the_help(line, ports)) for line in alone][-1]
+        body = b'{"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 4}'
+        request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=30)
+        with caught.value as error:
+            text = error.read().decode()
+        assert "round-robin" in text
+        assert "serve --help" in text
