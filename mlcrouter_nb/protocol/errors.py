@@ -61,13 +61,14 @@ class EngineError(MlcRouterError):
     """An engine refused or broke a call.
 
     `status` is the engine's HTTP status, 0 when the connection failed, 504 when it kept silent; `engine` is its name,
-    `body` what it answered, `retry_after` the header of that name."""
+    `verb` the call that it refused, `body` what it answered, `retry_after` the header of that name."""
 
     def __init__(
-        self, message: str, *, engine: str = "", status: int = 0, body: bytes = b"", retry_after: str = ""
-    ) -> None:
+        self, message: str, *, engine: str = "", verb: str = "", status: int = 0, body: bytes = b"",
+        retry_after: str = "",
+    ) -> None:  # fmt: skip
         super().__init__(message)
-        self.engine = engine
+        self.engine, self.verb = engine, verb
         self.status = status
         self.body = body
         self.retry_after = retry_after

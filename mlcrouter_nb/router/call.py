@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..protocol.errors import EngineError
 from ..protocol.sse import DONE, Splitter
 from .chunks import Chunk
+from .refusals import refusal
 from .template import Template
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ class Call:
     both run where the bytes arrive, so they wait for no task."""
 
     def __init__(
-        self, engine: str, idle_s: float, on_first: Callable[[], None], on_end: Callable[[Call], None]
-    ) -> None:
-        self.engine = engine
+        self, engine: str, verb: str, idle_s: float,
+        on_first: Callable[[], None], on_end: Callable[[Call], None],
+    ) -> None:  # fmt: skip
+        self.engine, self.verb = engine, verb
         self.status = 0
         self.retry_after = ""
         self.error: EngineError | None = None
@@ -117,14 +119,7 @@ class Call:
 
     def refusal(self, body: bytes) -> EngineError:
         """What an answer with another status than 200 says."""
-        text = body[:2000].decode(errors="replace").strip() or "no reason given"
-        return EngineError(
-            f"{self.engine} answered {self.status}: {text}",
-            engine=self.engine,
-            status=self.status,
-            body=body,
-            retry_after=self.retry_after,
-        )
+        return refusal(self.engine, self.verb, self.status, body, self.retry_after)
 
     # What the connection uses
 

@@ -18,7 +18,7 @@ from .stream import Stream
 CLOSE_S = 1.0  # what a policy may take to clean up after itself
 
 # What may pass through a policy's code without being its fault.
-NOT_ITS_FAULT = (EngineError, RequestError, Preempted, PolicyError)
+NOT_ITS_FAULT = (RequestError, Preempted, PolicyError)
 
 
 async def attempt(request: Request, engines: Engines, delivery: Delivery, stall_s: float) -> None:
@@ -38,6 +38,11 @@ async def attempt(request: Request, engines: Engines, delivery: Delivery, stall_
             watch.check()
             await _take_result(routed, request, delivery, stall_s)
         delivery.end()
+    except EngineError as error:
+        placed = policy.placed(error)
+        if placed is None:
+            raise
+        raise placed from error
     except NOT_ITS_FAULT:
         raise
     except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -173,7 +173,7 @@ class Endpoint:
         trace = self._begin_trace(request, verb, window)
         idle_s = max(self.idle_s, self._queue_s(request.known_length))
         call = Call(
-            self.name, idle_s, on_first or _nothing, partial(self._ended, request, guard, trace, lease)
+            self.name, verb, idle_s, on_first or _nothing, partial(self._ended, request, guard, trace, lease)
         )
         guard.calls.add(call)
         try:
@@ -234,7 +234,7 @@ class Endpoint:
         """Status and body of a call that belongs to no request: POST, or GET where `body` is None.
 
         Raises `EngineError`."""
-        call = Call(self.name, deadline_s, _nothing, _nothing)
+        call = Call(self.name, path, deadline_s, _nothing, _nothing)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._pool.send(call, path, body)

@@ -3,15 +3,18 @@
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from importlib import resources
 from typing import Any
 
-from ..protocol.errors import ArgumentError, MlcRouterError, PolicyError
+from ..protocol.errors import ArgumentError, EngineError, MlcRouterError, PolicyError
 from ..telemetry.views import PolicyView
 from .check import assigned_globals, check_source, did_you_mean
 from .failures import describe, line_in_traceback, policy_error, remember
 from .namespace import Namespace
 from .parameters import Parameter
+
+MICROSERVING = ("prep_recv", "remote_send", "start_generate")  # refused where windows or engines do not fit
 
 
 class Policy:
@@ -58,10 +61,19 @@ class Policy:
         """A `PolicyError` that shows a line of this policy."""
         return policy_error(self.name, self.origin, self.filename, line, problem)
 
-    def failure(self, error: BaseException) -> PolicyError:
+    def failure(self, error: BaseException, problem: str = "") -> PolicyError:
         """What an exception in the policy's code becomes: the user's line, and what went wrong."""
-        problem = str(error) if type(error) is MlcRouterError else describe(error)
+        problem = problem or (str(error) if type(error) is MlcRouterError else describe(error))
         return self.error(problem, line_in_traceback(error.__traceback__, self.filename))
+
+    def placed(self, error: EngineError) -> EngineError | None:
+        """The same error, with this policy's line where an engine refused what the policy asked of it; else None."""
+        refused = 400 <= error.status < 500 and error.verb in MICROSERVING
+        if self.origin == "built-in" or not refused:
+            return None
+        placed = copy(error)
+        placed.args = (str(self.failure(error, str(error))),)
+        return placed
 
     def view(self) -> PolicyView:
         """What the panel shows."""

@@ -1,6 +1,5 @@
 """Errors as clients see them: an HTTP status and OpenAI's error object."""
 
-import json
 import logging
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..protocol.errors import (
     RequestError,
     error_body,
 )
+from .refusals import told
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +35,6 @@ def problem(error: Exception) -> tuple[int, dict[str, Any]]:
 def _of_engine(error: EngineError) -> tuple[int, dict[str, Any]]:
     """What an engine says about the client's request goes on to the client; its own faults are a bad gateway's."""
     if 400 <= error.status < 500 and error.status not in (401, 403, 499):
-        told = _told(error.body)
-        return error.status, told or error_body(str(error))
+        return error.status, told(error.body) or error_body(str(error))
     status = error.status if error.status in (501, 503, 504) else 502
     return status, error_body(str(error), type="server_error", code="engine_error")
-
-
-def _told(body: bytes) -> dict[str, Any] | None:
-    """An engine's own error object; MLC sends it as a JSON string that holds JSON."""
-    try:
-        value = json.loads(body)
-        if isinstance(value, str):
-            value = json.loads(value)
-    except ValueError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("error"), dict):
-        return value
-    message = value.get("message") or value.get("detail")  # MLC and vLLM of old; FastAPI
-    return error_body(message if isinstance(message, str) else json.dumps(message)) if message else None

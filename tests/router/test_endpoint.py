@@ -1,4 +1,5 @@
 import asyncio
+import json
 import time
 
 import pytest
@@ -242,3 +243,36 @@ async def test_a_long_prompt_does_not_hold_up_the_loop(serve):
         with pytest.raises(RequestError, match="has more than 2000 tokens"):
             await served.texts(BODY | {"prompt": "a " * 100_000})
         assert time.monotonic() - began < 0.3
+
+
+DISAGG = """
+async def route(request, engines):
+    prefill, decode = engines.prefill[0], engines.decode[0]
+    kv = await decode.prep_recv(request)
+    await prefill.remote_send(request, kv)
+    return decode.start_generate(request, begin=kv.end)
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "verb", "place"),
+    [("D1", "prep_recv", ", line 4"), ("P0", "remote_send", ", line 5"), ("D1", "start_generate", "")],
+)
+async def test_a_refusal_is_told_in_the_engines_words_with_the_policys_line(serve, engine, verb, place):
+    body = json.dumps({"error": {"message": "KV of 44 tokens does not fit"}}).encode()
+    for name, starts in (
+        ("mine", f"policy 'mine', cell [7]{place}: {engine} refused"),
+        ("disagg", f"{engine} refused"),
+    ):
+        async with serve("1P1D") as served:
+            served.use(DISAGG if name == "mine" else "disagg")
+            served.engines[engine].plan(f"/microserving/{verb}", status=400, body=body)
+            with pytest.raises(EngineError) as caught:
+                await served.texts({"prompt": "a b c", "max_tokens": 2})
+            told = str(caught.value)
+            assert told.startswith(f"{starts} {verb}: KV of 44 tokens does not fit")
+            assert "{" not in told
+            assert (caught.value.engine, caught.value.status, caught.value.body) == (engine, 400, body)
+            served.engines[engine].plan(f"/microserving/{verb}", status=400, body=body)
+            async with served.http.post("/v1/completions", json={"prompt": "a b c"}) as response:
+                assert (response.status, await response.json()) == (400, json.loads(body))
