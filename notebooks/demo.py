@@ -30,7 +30,8 @@ class PrintingClient(NotebookClient):
         text = content["data"].get("text/plain", "").rstrip()
         display = content.get("transient", {}).get("display_id")
         if not display:
-            print(text, flush=True)
+            if text:  # a view of a widget has none
+                print(text, flush=True)
             return
         unfinished = text.endswith(" ...")
         body = text.removesuffix(" ...")
