@@ -154,6 +154,10 @@ class _Report:
     def ready(self, **facts: Any) -> None:
         if self._as_json:
             self._line({"event": "ready", **facts})
+            _log.info(
+                "%s is ready at %s: %s kernels, %d KV pages of %d tokens",
+                *(facts[name] for name in ("model", "url", "kernels", "kv_pages", "page_size")),
+            )  # the launcher keeps stderr as the engine's log
         else:
             print(f"{facts['model']} with {facts['kernels']} kernels is ready.", file=sys.stderr)
             print(facts["url"], flush=True)

@@ -70,6 +70,10 @@ def test_ready_facts_and_a_quiet_end(spawn_engine) -> None:  # type: ignore[no-u
         1024,
         16,
     )
+    assert (
+        f"{engine.url}: {engine.facts['kernels']} kernels, {engine.facts['kv_pages']} KV pages"
+        in engine.log.read_text()
+    )
     stages = [event["stage"] for event in engine._lines if event["event"] == "progress"]
     assert stages, "progress was reported"
     with urllib.request.urlopen(f"{engine.url}/v1/models", timeout=5) as answer:
