@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import overload
+from typing import Any, overload
 
 from ..protocol.errors import ArgumentError, MlcRouterError, RequestError
 from .endpoint import Endpoint
@@ -77,7 +77,8 @@ class Group(Sequence[Endpoint]):
         return list(self)[index]
 
     def __repr__(self) -> str:
-        return f"<{self._title} engines: {', '.join(endpoint.name for endpoint in self)}>"
+        title = f"{self._title} " if self._title else ""
+        return f"<{title}engines: {', '.join(endpoint.name for endpoint in self)}>"
 
 
 class Engines:
@@ -111,8 +112,18 @@ class Engines:
         known = ", ".join(endpoint.name for endpoint in self.all) or "none"
         raise ArgumentError(f"there is no engine '{name}' that is ready; there are: {known}.")
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"engines has no '{name}'; an engine is found by its name: engines[\"{name}\"].",
+            name=name,
+            obj=self,
+        )
+
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self.all)
 
     def __len__(self) -> int:
         return len(self.all)
+
+    def __repr__(self) -> str:
+        return f"<Engines {' '.join(endpoint.name for endpoint in self)}>"

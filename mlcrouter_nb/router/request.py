@@ -10,6 +10,7 @@ from ..protocol.errors import RequestError
 from ..protocol.microserving import kv_window_end
 from ..protocol.openai import ChatCompletionRequest, CompletionRequest
 from ..telemetry import RequestTrace
+from .attributes import REQUEST
 from .guard import Guard
 from .policy import Policy
 from .prompts import Prompts
@@ -96,6 +97,10 @@ class Request:
         if name in FIELDS:
             return None
         raise AttributeError(f"a request has no '{name}'.", name=name, obj=self)
+
+    def __dir__(self) -> list[str]:
+        """What policies look at, without the router's own means."""
+        return sorted({*REQUEST, *self.body})
 
     # What the router does with it
 
