@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from typing import Any
 
 from ..protocol.errors import ArgumentError
-from ..protocol.openai import ChatCompletionRequest, CompletionRequest, parse_body
+from ..protocol.openai import KNOWN, ChatCompletionRequest, CompletionRequest, misspelt, parse_body
 from ..router.chunks import Chunk
 from ..router.router import Router
 from ..telemetry import RequestTrace
@@ -14,6 +14,7 @@ from .loop_thread import TICK, Job, LoopThread
 from .tracebacks import ShortTraceback
 
 DEFAULT_MAX_TOKENS = 128
+ASK_FIELDS = ("policy", "chat", "on_text")  # of ask, stream and submit themselves
 
 
 class Answer(str):
@@ -123,6 +124,9 @@ def make_body(
         raise ArgumentError("Give either a prompt or messages=[...].")
     if fields.get("n") not in (None, 1):
         raise ArgumentError("ask gives one answer; for n > 1 use the OpenAI endpoint (cluster.url).")
+    slip = misspelt(fields, (*KNOWN, *ASK_FIELDS))
+    if slip is not None:
+        raise ArgumentError(f"ask has no '{slip[0]}'. Did you mean '{slip[1]}'?")
     given = {key: value for key, value in fields.items() if value is not None}
     body: dict[str, Any] = {
         "model": model,

@@ -4,6 +4,8 @@ Fields that we do not know are kept and travel on (`model_extra`).
 Source: https://platform.openai.com/docs/api-reference/completions and .../chat"""
 
 import json
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -76,6 +78,22 @@ class ChatCompletionRequest(_Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+
+# Fields of OpenAI's and of engines that we do not look at, but know.
+TRAVELLING = frozenset(
+    {"tools", "tool_choice", "response_format", "repetition_penalty", "min_p", "min_tokens"}
+)
+KNOWN = TRAVELLING.union(CompletionRequest.model_fields, ChatCompletionRequest.model_fields)
+
+
+def misspelt(fields: Iterable[str], known: Iterable[str] = KNOWN) -> tuple[str, str] | None:
+    """The first field that is unknown and close to a known one, with that one; others may be an engine's own."""
+    for field in fields:
+        close = [] if field in known else get_close_matches(field.lower(), known, 1, 0.85)
+        if close:
+            return field, close[0]
+    return None
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlcrouter_nb.protocol.errors import RequestError
-from mlcrouter_nb.protocol.openai import ChatCompletionRequest, CompletionRequest, parse_body
+from mlcrouter_nb.protocol.openai import ChatCompletionRequest, CompletionRequest, misspelt, parse_body
 
 
 def completion(**fields: object) -> CompletionRequest:
@@ -41,3 +41,22 @@ def test_a_malformed_body_is_refused(body: bytes) -> None:
 def test_a_chat_needs_a_message() -> None:
     with pytest.raises(RequestError, match="messages"):
         parse_body(ChatCompletionRequest, b'{"messages": []}')
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        ("max_token", "max_tokens"),
+        ("maxtokens", "max_tokens"),
+        ("temprature", "temperature"),
+        ("top_P", "top_p"),
+        ("stops", "stop"),
+        ("min_tokens", None),
+        ("min_p", None),
+        ("prompt_logprobs", None),
+        ("best_of", None),
+        ("chat_template_kwargs", None),
+    ],
+)
+def test_slips_are_told_from_fields_that_only_engines_know(field, meant):
+    assert misspelt(["prompt", field]) == (None if meant is None else (field, meant))
