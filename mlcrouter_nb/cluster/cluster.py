@@ -263,6 +263,16 @@ class Cluster:
         """Whether it is stopping or has stopped."""
         return self._service.stopping
 
+    @property
+    def dead(self) -> bool:
+        """Whether all engines that it has started have ended by themselves."""
+        engines = self._service.engines
+        return (
+            self._booted.done()
+            and bool(engines)
+            and all(engine.exited is not None and engine.exited.done() for engine in engines)
+        )
+
     def logs(self, engine: str, lines: int = 50) -> str:
         """The last lines of an engine's log; raises `ArgumentError` for an unknown name."""
         for candidate in self._service.engines:

@@ -52,17 +52,22 @@ async def _up(model: str, **options: Any) -> Cluster:
 
 
 def find_same(wanted: Cluster) -> Cluster | None:
-    """The running cluster if it is what `wanted` would be, None where none runs; raises `ArgumentError` if it differs."""
+    """The running cluster if it is what `wanted` would be, None where none runs; raises `ArgumentError` if it differs.
+
+    A cluster whose engines have all ended is stopped, and counts as none."""
     running = current.find()
     if running is None:
         return None
+    if running.dead:
+        running.down_blocking(grace=0.0)
+        return find_same(wanted)
     if running.options != wanted.options:
         raise ArgumentError(
             f"A cluster with other arguments is running ({running.describe()}): stop it first, with %route down or "
             "await mlcrouter_nb.cluster().down()."
         )
     policy, active = wanted.asked_policy, running.status().policy
-    if policy is not None and active is not None and policy != active.name:
+    if policy not in (None, running.asked_policy) and active is not None and policy != active.name:
         raise ArgumentError(
             f"The cluster is running with the policy {active.name}: change it with %route use {policy} or "
             f"cluster.use({policy!r})."

@@ -166,7 +166,10 @@ class LoopThread:
                 if on_tick is not None:
                     on_tick()
                 if deadline is not None and time.monotonic() > deadline:
-                    raise NoAnswer(self.blocked or f"The router did not answer within {timeout:g} s.")
+                    raise NoAnswer(
+                        f"{self.blocked or f'The router did not answer within {timeout:g} s.'} "
+                        "%route down, or cluster.down(), stops the cluster all the same."
+                    )
         except BaseException:
             job.cancel()
             if self.blocked is None:

@@ -149,10 +149,24 @@ async def test_up_again(stand_ins: StandIns) -> None:
         await up("stand-in", engine="cpu", roles="1P2D")
     with pytest.raises(ArgumentError, match="%route use"):
         await up("stand-in", engine="cpu", roles="1P1D", policy="round-robin")
+    cluster.asked_policy = "disagg"
+    cluster.use("least-loaded")
+    assert await up("stand-in", engine="cpu", roles="1P1D", policy="disagg") is cluster, "its cell again"
     await cluster.down()
     assert current.find() is None
     with pytest.raises(MlcRouterError, match="started before"):
         await cluster.start()
+
+
+async def test_up_after_all_engines_have_ended(stand_ins: StandIns) -> None:
+    ended = await stand_ins("dies", roles="2").start()
+    while not ended.dead:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    stand_ins("ok")
+    async with up("stand-in", engine="cpu", roles="2") as cluster:
+        assert cluster is not ended
+        assert await cluster.ask("Who?", max_tokens=2) == "Humpty Dumpty "
+    assert ended.status().state == "stopped"
 
 
 async def test_async_with_up(stand_ins: StandIns) -> None:
