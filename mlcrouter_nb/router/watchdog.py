@@ -80,7 +80,7 @@ class Watchdog:
         asked = time.time()
         loop.call_soon_threadsafe(self._answered.set)
         told = False
-        while not self._answered.wait(LATE_S) and not self._stopped.is_set():
+        while not (self._answered.wait(LATE_S) or self._stopped.is_set() or loop.is_closed()):
             self.since = asked
             place = where(ident)
             if told:

@@ -125,6 +125,8 @@ class Telemetry:
                     self._history.seen(event.time, event.engine, known["in_flight"])
         if event.kind == "cluster_state":
             self._cluster |= {key: value for key, value in event.data.items() if key in self._cluster}
+            if event.data.get("state") == "stopped":
+                self._blocked = None
         elif event.kind in ("policy_changed", "parameter_changed"):
             self._policy = event.data["policy"]
         elif event.kind == "router_blocked":

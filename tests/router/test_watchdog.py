@@ -6,7 +6,8 @@ import threading
 import time
 
 from mlcrouter_nb.router.policy import compile_policy
-from mlcrouter_nb.router.watchdog import blocked
+from mlcrouter_nb.router.watchdog import Watchdog, blocked
+from mlcrouter_nb.telemetry import Telemetry
 
 SPIN = """
 go_on = [True]
@@ -68,5 +69,30 @@ async def route(request, engines):
         await asyncio.sleep(0.1)
         assert telemetry.snapshot().problem == ""
         thread = next(t for t in threading.enumerate() if t.name == "mlcrouter-watchdog")
+    thread.join(2)
+    assert not thread.is_alive()
+
+
+class DeafLoop:
+    """A loop that hears nothing, and is then closed."""
+
+    closed = False
+
+    def call_soon_threadsafe(self, callback) -> None:
+        pass
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+
+def test_the_thread_ends_with_a_loop_that_never_answers(monkeypatch):
+    monkeypatch.setattr("mlcrouter_nb.router.watchdog.LATE_S", 0.02)
+    watchdog, loop = Watchdog(Telemetry()), DeafLoop()
+    thread = threading.Thread(target=watchdog._look, args=(loop, threading.get_ident()), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    assert watchdog.since is not None
+    loop.closed = True
     thread.join(2)
     assert not thread.is_alive()

@@ -1,6 +1,9 @@
 import json
 import threading
+import time
 from dataclasses import asdict
+
+import pytest
 
 from mlcrouter_nb.telemetry import CallTrace, PolicyView, RequestTrace, Telemetry
 
@@ -121,3 +124,14 @@ def test_snapshots_from_another_thread_while_requests_run():
         stop.set()
         watcher.join(5)
     assert failures == []
+
+
+@pytest.mark.parametrize("end", [("router_answers", {}), ("cluster_state", {"state": "stopped"})])
+def test_a_policy_that_blocks_is_a_problem_until_the_router_answers_or_stops(end):
+    telemetry = Telemetry()
+    telemetry.emit("cluster_state", state="ready")
+    telemetry.emit("router_blocked", place="policy 'spin', line 3", since=time.time() - 5)
+    assert "policy 'spin', line 3, has blocked the router for 5 s" in telemetry.snapshot().problem
+    kind, data = end
+    telemetry.emit(kind, **data)
+    assert telemetry.snapshot().problem == ""
