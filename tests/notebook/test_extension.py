@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from mlcrouter_nb.cluster import current
@@ -26,6 +27,8 @@ def hooks(shell: InteractiveShell) -> list[object]:
 def test_unloading_undoes_every_hook_and_reloading_brings_them_back(
     terminal: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(UsageError):  # IPython itself hooks this magic in when it is first used
+        terminal.run_line_magic("load_ext", "")
     before = hooks(terminal)
     terminal.run_line_magic("load_ext", "mlcrouter_nb")
     loaded = hooks(terminal)

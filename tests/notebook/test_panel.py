@@ -165,6 +165,13 @@ def test_a_boot_that_cannot_be_shows_why(panel: Panel, model: str, roles: str) -
     assert panel.state["phase"] == "off"
 
 
+def test_a_policy_that_blocks_the_router_is_shown(panel: Panel, cluster: Cluster) -> None:
+    cluster.telemetry.emit("router_blocked", place="policy 'spin', line 3", since=time.time() - 5)
+    eventually(lambda: "policy 'spin', line 3, has blocked the router" in panel.state["error"])
+    cluster.telemetry.emit("router_answers")
+    eventually(lambda: not panel.state["error"])
+
+
 def test_stop_stops_the_cluster(panel: Panel, cluster: Cluster) -> None:
     panel._on_message(panel, {"do": "stop"}, None)
     eventually(lambda: panel.state["phase"] == "off")
