@@ -134,6 +134,8 @@ def status_text(snapshot: Snapshot) -> str:
     lines += [
         f"{engine.name} {engine.state}: {engine.detail}" for engine in snapshot.engines if engine.detail
     ]
+    if snapshot.problem:
+        lines.append(snapshot.problem)
     return "\n".join(lines)
 
 
@@ -164,6 +166,8 @@ def status_html(snapshot: Snapshot) -> str:
         for engine in snapshot.engines
         if engine.detail
     )
+    if snapshot.problem:
+        details += f'<div role="alert" style="color:{ERROR};margin:4px 0">{escape(snapshot.problem)}</div>'
     table = (
         f'<table style="border-collapse:collapse;margin:6px 0;font-size:13px"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table>"

@@ -91,7 +91,7 @@ class Panel(anywidget.AnyWidget):
         self.controls.update(view, self.session.book.names())
         snapshot = cluster.status() if cluster is not None else None
         picture = panel_state(cluster, snapshot)
-        picture["error"] = self._error
+        picture["error"] = self._error or (snapshot.problem if snapshot is not None else "")
         picture["hint"] = BETWEEN_CELLS if waits else ""
         if cluster is None:
             picture["boot"] = {"model": self.session.config.model, "roles": self.session.config.roles}
