@@ -10,7 +10,8 @@ from ..protocol.openai import KNOWN, ChatCompletionRequest, CompletionRequest, m
 from ..router.chunks import Chunk
 from ..router.router import Router
 from ..telemetry import RequestTrace
-from .loop_thread import TICK, Job, LoopThread
+from .job import Job
+from .loop_thread import TICK, LoopThread
 from .tracebacks import ShortTraceback
 
 DEFAULT_MAX_TOKENS = 128
