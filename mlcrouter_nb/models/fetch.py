@@ -107,7 +107,9 @@ def _with_uv(wanted: WheelFile, scratch: Path, progress: OnProgress) -> None:
 
 def _with_index(wanted: WheelFile, scratch: Path, progress: OnProgress) -> None:
     """Source: https://peps.python.org/pep-0691/"""
-    index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX") or "https://pypi.org/simple"
+    index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_DEFAULT_INDEX")
+    if not index:
+        raise _FetchError("PIP_INDEX_URL does not say where the index is")
     page = f"{index.rstrip('/')}/{wanted.package}/"
     request = urllib.request.Request(page, headers={"Accept": "application/vnd.pypi.simple.v1+json"})
     try:
