@@ -92,10 +92,12 @@ async def boot(arguments: argparse.Namespace, progress: OnProgress) -> Engine:
     )
     await worker.start()
     config = worker.runner.config
+    tokenizer = Tokenizer(files.path)
+    tokenizer.stream_decoder()  # makes its table now (0.2 s), so that the first request does not wait for it
     service = Service(
         worker=worker,
         model=arguments.served_model_name or files.id,
-        tokenizer=Tokenizer(files.path),
+        tokenizer=tokenizer,
         chat=ChatTemplate.from_file(files.path),
         context_length=min(config.context_length, arguments.max_total_seq_length),
         vocab_size=config.vocab_size,
