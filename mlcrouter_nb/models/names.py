@@ -48,7 +48,7 @@ def resolve(model: str, progress: OnProgress | None = None) -> ModelFiles:
         return ModelFiles(name, path, *ADVISED.get(name, ()))
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        return ModelFiles(path.stem, path.absolute())
+        return ModelFiles(path.stem, path.absolute(), *_advice(path))
     there_is = f"There are {', '.join(KNOWN)} and paths to .gguf files."
     if model.startswith("HF://"):
         raise ArgumentError(f"Models of the Hugging Face hub ({model}) are not supported yet. {there_is}")
@@ -57,3 +57,12 @@ def resolve(model: str, progress: OnProgress | None = None) -> ModelFiles:
     if path.suffix == ".gguf":
         raise ArgumentError(f"There is no file {path}. {there_is}")
     raise ArgumentError(f"There is no model {model!r}. {there_is}")
+
+
+def _advice(path: Path) -> tuple[float, ...]:
+    """What its authors advise, if the file is one that we know: launchers hand engines the path of what they fetched."""
+    size = path.stat().st_size
+    return next(
+        (ADVISED.get(n, ()) for n, known in KNOWN.items() if (known.name, known.size) == (path.name, size)),
+        (),
+    )

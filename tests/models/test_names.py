@@ -16,10 +16,16 @@ def test_the_default_model_has_one_id(name: str, model_path: Path) -> None:
     assert (files.id, files.path) == ("smollm2-135m", model_path)
 
 
+def test_the_authors_advice_holds_by_name_and_by_path(model_path: Path) -> None:
+    for files in (resolve("smollm2-135m"), resolve(str(model_path))):
+        assert (files.temperature, files.top_p) == (0.2, 0.9)
+
+
 def test_a_gguf_file_is_its_own_name(tmp_path: Path) -> None:
     path = tmp_path / "My-Model.Q4_1.gguf"
     path.touch()
-    assert resolve(str(path)).id == "My-Model.Q4_1"
+    files = resolve(str(path))
+    assert (files.id, files.temperature, files.top_p) == ("My-Model.Q4_1", 1.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["nobody/knows-this", "", "HF://a/b", "/", "absent.gguf", "a\x00b"])
