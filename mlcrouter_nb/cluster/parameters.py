@@ -16,12 +16,10 @@ class LiveParameters:
         object.__setattr__(self, "_cluster", cluster)
 
     def __getattr__(self, name: str) -> Any:
-        values = self._values()
-        if name not in values:
-            raise AttributeError(
-                f"The active policy has no parameter {name!r}; it has: {', '.join(values) or 'none'}."
-            )
-        return values[name]
+        try:
+            return self[name]
+        except ArgumentError as error:
+            raise AttributeError(str(error)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._cluster.set(**{name: value})
